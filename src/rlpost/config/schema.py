@@ -1,0 +1,150 @@
+"""The typed configuration: one dataclass per Hydra group, defaults beside the field.
+
+A notebook and the command line build the same `Config`. Cross-field rules are in `checks.py`.
+`algorithm`, `teacher`, `feedback` and `reward` hold the fields of the class they name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+@dataclass
+class RunConfig:
+    name: str = "run"
+    dir: str = "runs"  # the run lives in <dir>/<name>
+    seed: int = 0
+
+
+@dataclass
+class TrainerConfig:
+    steps: int = 10
+    eval_every: int = 0  # 0: only at the end
+    eval_at_start: bool = True
+    save_every: int = 0  # 0: only at the end
+    keep: int = 2  # checkpoints
+    resume: str = "auto"  # auto | never | a checkpoint or run directory
+    plots: bool = True
+
+
+@dataclass
+class DataConfig:
+    train: Any = MISSING  # a path, a Hugging Face data set id, or a list of them
+    eval: dict[str, Any] = field(default_factory=dict)  # name: path, or {path, samples, temperature, top_p, limit}
+    prompt_key: str = "prompt"
+    answer_key: str | None = "answer"
+    system_key: str | None = "system"
+    source_key: str | None = "source"
+    max_prompt_tokens: int = 2048
+    on_bad_row: str = "error"  # error | skip
+    on_long_prompt: str = "skip"  # error | skip
+    shuffle: bool = True
+    last_batch: str = "wrap"  # wrap | drop | keep
+    transform: str | None = None  # import path: fn(prompt, row) -> prompt
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class ModelConfig:
+    path: str = MISSING
+    impl: str = "auto"  # auto | local | transformer_engine
+    dtype: str = "fp32"  # fp32 | bf16 (with fp32 masters)
+    head_chunk_tokens: int = 0  # rows of logits alive at once; 0: chosen from the vocabulary
+
+
+@dataclass
+class EngineConfig:
+    name: str = "torch"  # torch | sglang
+    dtype: str = "auto"  # auto: the model's
+    tensor_parallel: int = 1
+    memory_fraction: float = 0.5
+    max_batch: int = 256  # sequences decoded together
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RolloutConfig:
+    prompts_per_step: int = 8
+    samples_per_prompt: int = 4
+    max_response_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: list[int] = field(default_factory=list)  # beside the eos ids of the model
+    mask_truncated: bool = False
+
+
+@dataclass
+class TrainConfig:
+    updates_per_rollout: int = 1
+    max_tokens_per_micro_batch: int = 4096  # per GPU
+    skip_nonfinite: bool = True
+    max_skipped: int = 5  # that many skipped steps in a row stop the run
+
+
+@dataclass
+class OptimConfig:
+    lr: float = 1e-6
+    warmup_steps: int = 0
+    schedule: str = "constant"  # constant | linear | cosine
+    min_lr: float = 0.0
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    clip_grad: float = 1.0
+
+
+@dataclass
+class ParallelConfig:
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int | None = None
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
+    sequence: bool = False
+
+
+@dataclass
+class PublishConfig:
+    bucket_bytes: int = 512 * 2**20
+    verify: str = "off"  # off | first | always
+    retries: int = 1
+
+
+@dataclass
+class TrackerConfig:
+    tensorboard: bool = True
+    wandb: bool = False
+    progress: bool = True
+    rollouts: bool = True  # write rollouts/{train,eval}/{step}.jsonl
+
+
+@dataclass
+class PhaseConfig:
+    name: str = MISSING
+    residents: list[str] = field(default_factory=list)  # what must be on the device meanwhile
+    retries: int = 0
+
+
+@dataclass
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: dict[str, Any] = field(default_factory=dict)
+    teacher: dict[str, Any] | None = None
+    feedback: dict[str, Any] | None = None
+    reward: Any = None
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    phases: list[PhaseConfig] = field(default_factory=list)
+    publish: PublishConfig = field(default_factory=PublishConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
