@@ -1,0 +1,133 @@
+"""From a recipe's name and overrides to one typed `Config`. Hydra is known here and nowhere else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlpost.config.schema import Config
+
+# Their keys belong to the class that the group names: that class says which exist.
+OPEN_GROUPS = ("algorithm", "teacher", "feedback", "reward", "data.eval", "engine.extra", "data.chat_template_kwargs")
+
+
+class ConfigError(ValueError):
+    """Every mistake of a configuration, one sentence each."""
+
+    def __init__(self, mistakes: Sequence[str]):
+        self.mistakes = list(mistakes)
+        count = f"{len(self.mistakes)} mistakes" if len(self.mistakes) > 1 else "a mistake"
+        super().__init__(f"The configuration has {count}:\n" + "\n".join(f"  - {m}" for m in self.mistakes))
+
+
+def files_root() -> Path:
+    """The folder that holds `conf/` and `recipes/`: the checkout, or the package data of an installed wheel."""
+    packaged = Path(__file__).parents[1] / "_files"
+    return packaged if packaged.is_dir() else Path(__file__).parents[3]
+
+
+def recipe_folders() -> list[Path]:
+    """Where recipes are looked for: the working directory's own `recipes/` first."""
+    folders = [Path.cwd() / "recipes", files_root() / "recipes"]
+    return [folder for i, folder in enumerate(folders) if folder.is_dir() and folder not in folders[:i]]
+
+
+def recipe_names() -> list[str]:
+    return sorted({path.stem for folder in recipe_folders() for path in folder.glob("*.yaml")})
+
+
+def compose_config(recipe: str | None, overrides: Sequence[str] = ()) -> DictConfig:
+    """The resolved configuration as Hydra composes it. Raises ConfigError with what to change."""
+    if recipe is not None and recipe not in recipe_names():
+        raise ConfigError([_unknown("recipe", recipe, recipe_names())])
+    ConfigStore.instance().store(name="base", node=Config)
+    search = ",".join(f"file://{folder.parent}" for folder in recipe_folders())
+    arguments = [f"hydra.searchpath=[{search}]", *(_open(o) for o in overrides)]
+    if recipe is not None:
+        arguments.insert(1, f"recipes={recipe}")
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(files_root() / "conf"), version_base="1.3"):
+            composed = compose("config", arguments)
+            OmegaConf.resolve(composed)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError([_explain(error, overrides)]) from error
+    return composed
+
+
+def load_config(recipe: str | None, overrides: Sequence[str] = ()) -> Config:
+    return to_config(compose_config(recipe, overrides))
+
+
+def to_config(composed: DictConfig | dict[str, Any]) -> Config:
+    """Plain values into the dataclasses; a field that must be given and is not is a mistake by name."""
+    if isinstance(composed, dict):
+        composed = OmegaConf.merge(OmegaConf.structured(Config), composed)
+    missing = sorted(OmegaConf.missing_keys(composed))
+    if missing:
+        raise ConfigError([f"{key} is not set: give it in the recipe or as {key}=…" for key in missing])
+    config = OmegaConf.to_object(composed)
+    assert isinstance(config, Config)
+    return config
+
+
+def dump_config(config: Config) -> str:
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def _open(override: str) -> str:
+    """`algorithm.x=1` may name a key that the group's YAML does not list; the class will judge it."""
+    bare = override.lstrip("+~")
+    if bare == override and any(bare.startswith(f"{group}.") for group in OPEN_GROUPS):
+        return f"++{override}"
+    return override
+
+
+def field_names(prefix: str = "", node: Any = Config) -> list[str]:
+    """Every dotted field of the schema."""
+    names = []
+    for f in fields(node):
+        default = f.default_factory() if callable(f.default_factory) else None
+        name = f"{prefix}{f.name}"
+        names.extend(field_names(f"{name}.", type(default)) if is_dataclass(default) else [name])
+    return names
+
+
+def _explain(error: Exception, overrides: Sequence[str]) -> str:
+    text = str(error).strip()
+    cause = str(error.__cause__ or "").strip()
+    if match := re.search(r"Could not override '([^']+)'", text):
+        key = match.group(1)
+        if "is not in struct" in text + cause or "not in" in cause:
+            return _unknown("field", key, field_names())
+        value = next((o.split("=", 1)[1] for o in overrides if o.lstrip("+").startswith(f"{key}=")), "?")
+        reason = (cause or text).splitlines()[0]
+        return f"{key}={value} is not allowed: {reason}"
+    if match := re.search(r"In '[^']*': Could not find '(\w+)/([^']+)'", text):
+        group, choice = match.groups()
+        options = sorted(p.stem for p in (files_root() / "conf" / group).glob("*.yaml"))
+        return _unknown(group, choice, options)
+    if match := re.search(r"Environment variable '(\w+)' not found", text + cause):
+        key = re.search(r"full_key: (\S+)", text + cause)
+        where = f", which {key.group(1)} is read from," if key else ""
+        return f"The environment variable {match.group(1)}{where} is not set: export it, or give the field itself"
+    return "\n    ".join(line for line in [text, cause if cause not in text else ""] if line)
+
+
+def _unknown(kind: str, name: str, allowed: Sequence[str]) -> str:
+    close = get_close_matches(name, allowed, n=1, cutoff=0.6)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    group = [a for a in allowed if "." in name and a.startswith(name.rsplit(".", 1)[0] + ".")]
+    listed = group or [a for a in allowed if "." not in a] or allowed
+    return f"There is no {kind} {name!r}.{hint} There are: {', '.join(listed)}"
