@@ -164,23 +164,23 @@ class PhaseMachine:
         """Phase `number` of the plan; true where a rank was asked to stop. Raises PhaseError on all ranks alike."""
         phase = self.phases[number]
         start, clock = time.time(), time.perf_counter()
-        try:
-            moved = self._move(set(phase.residents))
-            for attempt in range(phase.retries + 1):
-                try:
-                    self.handlers[phase.name](work)
-                    break
-                except (OSError, RuntimeError):
-                    # Only in a single process: over ranks a lone retry would leave the others' collectives.
-                    if attempt == phase.retries or self.agreement.distributed:
-                        raise
-                    log.exception("phase %s of step %d failed, attempt %d", phase.name, step, attempt + 1)
-        except PhaseError:
-            raise
-        except Exception as error:
-            raise self.agreement.post_failure(phase.name, step, error) from error
-        seconds = time.perf_counter() - clock
-        stop, (slowest,) = self.agreement.meet(number, [seconds])
+        moved = 0
+        for attempt in range(phase.retries + 1):
+            failed = False
+            try:
+                moved += self._move(set(phase.residents))
+                self.handlers[phase.name](work)
+            except PhaseError:
+                raise
+            except Exception as error:
+                if attempt == phase.retries:
+                    raise self.agreement.post_failure(phase.name, step, error) from error
+                log.exception("phase %s of step %d failed, attempt %d", phase.name, step, attempt + 1)
+                failed = True
+            seconds = time.perf_counter() - clock
+            stop, (slowest, any_failed) = self.agreement.meet(number, [seconds, float(failed)])
+            if not any_failed:
+                break
         resident = sum(self.residents[name].bytes() for name in phase.residents)
         self.on_report(PhaseReport(phase.name, step, start, slowest, moved, resident, peak_bytes()))
         return stop

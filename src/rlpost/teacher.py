@@ -6,17 +6,21 @@ runs the trainer's own model with the teacher's weights for the length of the te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from rlpost.data.batching import write_back
 from rlpost.policy.logits import teacher_fields
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rlpost.data.batching import Batcher, Update
     from rlpost.policy.protocol import Policy
-    from rlpost.types import MicroBatch, Sample
+    from rlpost.types import Sample
     from rlpost.weights.snapshots import SnapshotStore
 
 TAG = "teacher"
@@ -53,32 +57,30 @@ def build_teacher_config(values: Mapping[str, Any]) -> TeacherConfig:
 
 
 class SwapTeacher:
-    """Scores with the trainer's own model, holding the teacher's weights meanwhile.
-
-    pack: turns samples into micro-batches of teacher prompt + response; unpack: writes the results back to them.
-    """
+    """Scores with the trainer's own model, holding the teacher's weights meanwhile."""
 
     def __init__(
         self,
         config: TeacherConfig,
         policy: Policy,
         snapshots: SnapshotStore,
-        pack: Callable[[Sequence[Sample]], list[MicroBatch]],
-        write_back: Callable[[list[MicroBatch], list[dict[str, Tensor]]], None],
+        batcher: Batcher,
     ):
         self.config, self.policy, self.snapshots = config, policy, snapshots
-        self.pack, self.write_back = pack, write_back
+        self.batcher = batcher
         self.head: Tensor | None = None  # the teacher's output head [V / TP, H], as of the last score
         if TAG not in snapshots.tags():
             snapshots.save(TAG)
 
-    def score(self, samples: Sequence[Sample]) -> None:
-        """Sets teacher_hidden, teacher_lse, … in `sample.tokens` of every sample with a teacher prompt. Collective."""
-        micros = self.pack(samples)
+    def score(self, update: Update) -> None:
+        """Sets teacher_hidden, teacher_lse, … in `sample.tokens` of every sample; zeros where the teacher has nothing
+        to say (distill_mask 0). Collective."""
+        micros = self.batcher.pack(update, use="teacher")
         with self.snapshots.swap(TAG):
             results = self.policy.score(micros, teacher_fields)
             self.head = self.policy.head_weight().detach().clone()
-        self.write_back(micros, results)
+        write_back(micros, results)
+        fill_untaught(update.samples)
 
     def after_optimizer_step(self) -> None:
         if self.config.update == "ema" and self.config.every == "step":
@@ -87,3 +89,15 @@ class SwapTeacher:
     def after_batch(self) -> None:
         if self.config.update == "ema" and self.config.every == "batch":
             self.snapshots.ema("student", TAG, self.config.alpha)
+
+
+def fill_untaught(samples: Sequence[Sample]) -> None:
+    """Every sample of a micro-batch has the same fields: zeros stand for "not scored", the mask for "not taught"."""
+    scored = next((s for s in samples if "teacher_hidden" in s.tokens), None)
+    for sample in samples:
+        count = len(sample.response_ids)
+        sample.tokens["distill_mask"] = torch.full((count,), float(sample.distill_mask))
+        for name in () if scored is None else [n for n in scored.tokens if n.startswith("teacher_")]:
+            if name not in sample.tokens:
+                like = scored.tokens[name]
+                sample.tokens[name] = like.new_zeros((count, *like.shape[1:]))

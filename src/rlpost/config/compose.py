@@ -86,6 +86,31 @@ def dump_config(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
+def load_saved_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The resolved configuration that a run wrote, with overrides on top."""
+    if not path.is_file():
+        raise ConfigError([f"{path} does not exist: {path.parent} is not a run directory"])
+    try:
+        saved = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
+        return to_config(OmegaConf.merge(saved, OmegaConf.from_dotlist(list(overrides))))
+    except OmegaConfBaseException as error:
+        raise ConfigError([_explain(error, overrides)]) from error
+
+
+def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """Dotted fields whose values differ: {field: (old, new)}."""
+    found = {}
+    for key in field_names():
+        values = []
+        for node in (old, new):
+            for part in key.split("."):
+                node = getattr(node, part)
+            values.append(node)
+        if values[0] != values[1]:
+            found[key] = (values[0], values[1])
+    return found
+
+
 def _open(override: str) -> str:
     """`algorithm.x=1` may name a key that the group's YAML does not list; the class will judge it."""
     bare = override.lstrip("+~")

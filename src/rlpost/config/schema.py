@@ -43,6 +43,7 @@ class DataConfig:
     on_long_prompt: str = "skip"  # error | skip
     shuffle: bool = True
     last_batch: str = "wrap"  # wrap | drop | keep
+    domain: str | None = None  # for a recipe's paths
     transform: str | None = None  # import path: fn(prompt, row) -> prompt
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
@@ -127,7 +128,7 @@ class TrackerConfig:
 class PhaseConfig:
     name: str = MISSING
     residents: list[str] = field(default_factory=list)  # what must be on the device meanwhile
-    retries: int = 0
+    retries: int = 0  # on all ranks together; only for rollout and judge, which keep nothing of a failed try
 
 
 @dataclass

@@ -1,0 +1,33 @@
+# Two commands on a fresh machine: `make quickstart` and `make test`.
+PYTHON ?= python3.11
+VENV ?= .venv
+# The torch to install; any requirement that pip understands, for instance TORCH="torch==2.13.0 --index-url URL".
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: install quickstart test lint bench bench-peer clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet -e ".[dev]"
+	touch $(STAMP)
+
+quickstart: install
+	$(BIN)/python -m rlpost quickstart
+
+test: install lint
+	$(BIN)/python -m pytest -q
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench-peer: install
+	$(BIN)/python benchmarks/peer_trl.py
+
+clean:
+	rm -rf $(VENV) .venv-trl runs build dist

@@ -1,0 +1,168 @@
+"""The command line: `python -m rlpost recipe=NAME group.key=value …`, also under torchrun."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+HELP = """\
+rlpost: RL post-training of language models.
+
+  torchrun --nproc-per-node N -m rlpost recipe=NAME [group.key=value …]     train (one process without torchrun)
+  python -m rlpost [recipe=NAME] --cfg job [group.key=value …]              print the resolved configuration
+  python -m rlpost quickstart [--seed S] [--dir DIR]                        the two-minute demonstration
+  python -m rlpost prepare KIND SRC OUT [--eval-ratio .1] [--seed 42]       make train.jsonl and eval.jsonl
+  python -m rlpost eval RUN [group.key=value …]                             evaluate a run's last checkpoint
+  python -m rlpost generate RUN PROMPT [PROMPT …]                           sample from a run's last checkpoint
+
+recipes:  {recipes}
+groups:   {groups}
+fields:   every field and its default is in the output of --cfg job; a wrong one is answered with those that exist
+
+examples: python -m rlpost recipe=sdpo_sciknoweval data.domain=physics trainer.steps=20 optim.lr=5e-6
+          torchrun --nproc-per-node 2 -m rlpost recipe=grpo_tiny parallel.tensor=2
+A run writes <run.dir>/<run.name>/: metrics.jsonl, rollouts/, plots/, checkpoints/, export/, log.txt.
+The same command goes on from its last checkpoint (trainer.resume=auto).
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    from rlpost.config.compose import ConfigError
+
+    rank = int(os.environ.get("RANK", 0))
+    try:
+        return _dispatch(arguments)
+    except ConfigError as error:
+        if rank == 0:
+            print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        if rank == 0:
+            print("stopped at once; the last checkpoint is intact", file=sys.stderr)
+        return 130
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("--help", "-h", "help"):
+        print(_help())
+        return 0
+    command = arguments[0]
+    if command in COMMANDS:
+        return COMMANDS[command](arguments[1:])
+    if "=" not in command and not command.startswith(("-", "+", "~")):
+        from rlpost.config.compose import ConfigError
+
+        raise ConfigError([f"There is no command {command!r}. There are: {', '.join(COMMANDS)}; see --help"])
+    return _train(arguments)
+
+
+def _help() -> str:
+    from rlpost.config.compose import files_root, recipe_names
+
+    groups = (p for p in sorted((files_root() / "conf").iterdir()) if p.is_dir())
+    listed = [f"{g.name}={'|'.join(sorted(f.stem for f in g.glob('*.yaml')))}" for g in groups]
+    return HELP.format(recipes=", ".join(recipe_names()), groups="  ".join(listed))
+
+
+def _split(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """recipe=NAME, and the other overrides."""
+    recipe = next((a.split("=", 1)[1] for a in arguments if a.startswith("recipe=")), None)
+    return recipe, [a for a in arguments if not a.startswith("recipe=")]
+
+
+def _train(arguments: list[str]) -> int:
+    from rlpost.config.compose import compose_config, to_config
+
+    show = "--cfg" in arguments
+    if show:
+        at = arguments.index("--cfg")
+        del arguments[at : at + 2]
+    recipe, overrides = _split(arguments)
+    composed = compose_config(recipe, overrides)
+    if show:
+        from omegaconf import OmegaConf
+
+        print(OmegaConf.to_yaml(composed), end="")
+        return 0
+    from rlpost.phases import PhaseError
+    from rlpost.trainer import Trainer
+
+    try:
+        trainer = Trainer(to_config(composed))
+        trainer.fit()
+        trainer.close()
+    except PhaseError as error:
+        _report(error)
+        _leave(1)
+    return 0
+
+
+def _report(error: Exception) -> None:
+    """One message for all ranks: from the one that failed. The traceback is in the run's log."""
+    logging.getLogger(__name__).error("run failed", exc_info=error)
+    if error.rank == int(os.environ.get("RANK", 0)):
+        print(f"\n{error}\nThe traceback is in the run's log.txt; the last checkpoint is intact.", file=sys.stderr)
+
+
+def _leave(code: int) -> None:
+    """Exit without waiting for collectives that a failed rank will never join."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _quickstart(arguments: list[str]) -> int:
+    from rlpost.quickstart import main as quickstart
+
+    return quickstart(arguments)
+
+
+def _prepare(arguments: list[str]) -> int:
+    import argparse
+    import json
+
+    from rlpost.data.prepare import KINDS, prepare
+
+    parser = argparse.ArgumentParser(prog="rlpost prepare", description="Make train.jsonl and eval.jsonl.")
+    parser.add_argument("kind", choices=sorted(KINDS))
+    parser.add_argument("src", help="a file or folder: JSONL, JSON or Parquet")
+    parser.add_argument("out", help="the folder to write to")
+    parser.add_argument("--eval-ratio", type=float, default=0.1)
+    parser.add_argument("--seed", type=int, default=42)
+    given = parser.parse_args(arguments)
+    try:
+        print(json.dumps(prepare(given.kind, given.src, given.out, given.eval_ratio, given.seed), indent=2))
+    except (ValueError, OSError) as error:
+        print(f"rlpost prepare: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _eval(arguments: list[str]) -> int:
+    from rlpost.trainer import Trainer
+
+    trainer = Trainer.resume(arguments[0], arguments[1:])
+    for name, value in trainer.evaluate().items():
+        print(f"{name:40s} {value:.4f}")
+    trainer.close()
+    return 0
+
+
+def _generate(arguments: list[str]) -> int:
+    from rlpost.trainer import Trainer
+
+    trainer = Trainer.resume(arguments[0])
+    for prompt, (response,) in zip(arguments[1:], trainer.generate(arguments[1:])):
+        print(f"> {prompt}\n{response}\n")
+    trainer.close()
+    return 0
+
+
+COMMANDS = {"quickstart": _quickstart, "prepare": _prepare, "eval": _eval, "generate": _generate}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+"""Builds the rooms of a run from its configuration."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlpost.algorithms import build_algorithm
+from rlpost.config.schema import Config
+from rlpost.data.batching import Batcher, Update, write_back
+from rlpost.data.dataset import PromptDataset
+from rlpost.evaluate import EvalSet, target_logprobs
+from rlpost.feedback import build_feedback
+from rlpost.observe.observer import Observer
+from rlpost.parallel import all_gather_objects, init_distributed
+from rlpost.phases import Agreement, Bookkept, PhaseMachine, Resident
+from rlpost.policy.megatron import MegatronPolicy
+from rlpost.rewards.judge import Judge, build_reward
+from rlpost.rollout.engine import SamplingParams
+from rlpost.rollout.engines import build_engine
+from rlpost.rollout.sampler import Sampler
+from rlpost.teacher import TAG, SwapTeacher, build_teacher_config
+from rlpost.types import Sample
+from rlpost.weights.checkpoint import CheckpointStore
+from rlpost.weights.publish import Publisher
+from rlpost.weights.snapshots import SnapshotStore
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rlpost.algorithms.base import Algorithm
+    from rlpost.feedback.base import EnvironmentFeedback
+    from rlpost.rollout.engine import Engine
+
+log = logging.getLogger(__name__)
+
+REFERENCE = "reference"
+EVAL_KEYS = ("path", "samples", "temperature", "top_p", "top_k", "max_response_tokens", "limit")
+
+
+@dataclass
+class Rooms:
+    """Everything one rank of a run consists of. The trainer asks these by their protocols."""
+
+    config: Config
+    directory: Path
+    agreement: Agreement
+    machine: PhaseMachine
+    observer: Observer
+    tokenizer: PreTrainedTokenizerBase
+    data: PromptDataset
+    eval_sets: list[EvalSet]
+    algorithm: Algorithm
+    policy: MegatronPolicy
+    snapshots: SnapshotStore
+    batcher: Batcher
+    engine: Engine
+    publisher: Publisher
+    sampler: Sampler
+    judge: Judge | None
+    feedback: EnvironmentFeedback | None
+    teacher: SwapTeacher | None
+    checkpoints: CheckpointStore
+
+    def gather(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Every rank's samples on every rank, in the order of group and index."""
+        everybody = [sample for part in all_gather_objects(list(samples)) for sample in part]
+        return sorted(everybody, key=lambda s: (s.group_id, s.index))
+
+    def score_logprobs(self, kind: str, updates: Sequence[Update]) -> None:
+        """Sets old_logprobs (current weights) or reference_logprobs (initial weights) of this rank's samples."""
+        for update in updates:
+            micros = self.batcher.pack(update)
+            if kind == "reference_logprobs":
+                with self.snapshots.swap(REFERENCE):
+                    results = self.policy.score(micros, target_logprobs)
+            else:
+                results = self.policy.score(micros, target_logprobs)
+            write_back(micros, [{kind: result["logprobs"]} for result in results])
+
+    def close(self) -> None:
+        self.engine.close()
+        self.observer.close()
+
+
+def assemble(
+    config: Config,
+    directory: Path,
+    handlers: Mapping[str, Callable[[Any], None]],
+    *,
+    data: Sequence[Mapping[str, Any]] | None = None,
+    eval_data: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+    reward: Callable[[Sample], Any] | None = None,
+) -> Rooms:
+    """Build everything, the cheap and likely wrong (data, templates) before the dear (model, engine)."""
+    from transformers import AutoTokenizer
+
+    init_distributed()
+    torch.manual_seed(config.run.seed)
+    agreement = Agreement()
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    seed = config.run.seed
+    dataset = PromptDataset(config.data, tokenizer, config.data.train if data is None else data, seed)
+    eval_sets = _eval_sets(config, tokenizer, eval_data or {})
+    algorithm = build_algorithm(config.algorithm)
+    feedback = None
+    if config.feedback is not None:
+        feedback = build_feedback(config.feedback)
+        feedback.bind(tokenizer, seed=seed, chat_template_kwargs=config.data.chat_template_kwargs)
+    given = reward if reward is not None else config.reward
+    judge = Judge(build_reward(given), feedback=feedback) if given is not None else None
+
+    policy = MegatronPolicy(
+        config.model,
+        config.optim,
+        config.parallel,
+        temperature=config.rollout.temperature if "rollout" in algorithm.needs else 1.0,
+        total_steps=config.trainer.steps * config.train.updates_per_rollout,
+        seed=seed,
+    )
+    engine = build_engine(config.engine, config.model)
+    snapshots = SnapshotStore(policy.masters, policy.sync_from_masters)
+    if "reference_logprobs" in algorithm.needs:
+        snapshots.save(REFERENCE)
+    batcher = Batcher(
+        algorithm,
+        updates_per_rollout=config.train.updates_per_rollout,
+        max_tokens=config.train.max_tokens_per_micro_batch,
+        max_response_tokens=config.rollout.max_response_tokens,
+        dp_rank=policy.mesh.dp_rank,
+        dp_size=policy.mesh.dp_size,
+    )
+    teacher = None
+    if config.teacher is not None:
+        teacher = SwapTeacher(build_teacher_config(config.teacher), policy, snapshots, batcher)
+    observer = Observer(config, directory, rank=agreement.rank)
+    return Rooms(
+        config=config,
+        directory=directory,
+        agreement=agreement,
+        machine=PhaseMachine(config.phases, handlers, _residents(policy, engine), agreement, observer.phase_done),
+        observer=observer,
+        tokenizer=tokenizer,
+        data=dataset,
+        eval_sets=eval_sets,
+        algorithm=algorithm,
+        policy=policy,
+        snapshots=snapshots,
+        batcher=batcher,
+        engine=engine,
+        publisher=Publisher(
+            policy,
+            engine,
+            bucket_bytes=config.publish.bucket_bytes,
+            verify=config.publish.verify,
+            retries=config.publish.retries,
+        ),
+        sampler=Sampler(
+            engine,
+            tokenizer,
+            config.rollout,
+            seed=seed,
+            leader=agreement.rank // config.engine.tensor_parallel,
+            leaders=policy.mesh.world_size // config.engine.tensor_parallel,
+        ),
+        judge=judge,
+        feedback=feedback,
+        teacher=teacher,
+        checkpoints=CheckpointStore(directory / "checkpoints", config.trainer.keep),
+    )
+
+
+def teacher_distance(rooms: Rooms) -> dict[str, float]:
+    """ema/distance: ‖student − teacher‖ / ‖student‖ over all ranks' shards."""
+    parts = all_gather_objects(rooms.snapshots.distance_parts(TAG))
+    difference, student = (sum(part[i] for part in parts) for i in range(2))
+    return {"ema/distance": (difference / student) ** 0.5}
+
+
+def _residents(policy: MegatronPolicy, engine: Engine) -> dict[str, Resident]:
+    # Sizes alone: the CPU has one memory, nothing moves.
+    engine_bytes = sum(spec.bytes for spec in engine.expected_tensors().values())
+    sizes = {
+        "policy.weights": policy.weight_bytes,
+        "policy.gradients": policy.gradient_bytes,
+        "policy.optimizer": policy.optimizer_bytes,
+        "engine.weights": lambda: engine_bytes,
+        "engine.kv_cache": lambda: 0,
+    }
+    return {name: Bookkept(size) for name, size in sizes.items()}
+
+
+def _eval_sets(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Mapping[str, Any]) -> list[EvalSet]:
+    sets = []
+    for name, given in {**config.data.eval, **rows}.items():
+        spec = dict(given) if isinstance(given, Mapping) else {"path": given}
+        prompts = PromptDataset(config.data, tokenizer, spec["path"], seed=0).prompts
+        rollout = config.rollout
+        params = SamplingParams(
+            max_tokens=spec.get("max_response_tokens", rollout.max_response_tokens),
+            temperature=spec.get("temperature", rollout.temperature),
+            top_p=spec.get("top_p", rollout.top_p),
+            top_k=spec.get("top_k", rollout.top_k),
+            stop_token_ids=tuple(rollout.stop_token_ids),
+        )
+        sets.append(EvalSet(name, prompts[: spec.get("limit")], params, spec.get("samples", 1)))
+    return sets

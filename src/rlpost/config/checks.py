@@ -1,0 +1,204 @@
+"""Rules between fields, checked before anything is loaded. All mistakes at once."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rlpost.config.compose import ConfigError
+from rlpost.config.schema import Config
+
+CHOICES = {
+    "model.impl": ("auto", "local", "transformer_engine"),
+    "model.dtype": ("fp32", "bf16"),
+    "engine.name": ("torch", "sglang"),
+    "engine.dtype": ("auto", "fp32", "bf16"),
+    "data.on_bad_row": ("error", "skip"),
+    "data.on_long_prompt": ("error", "skip"),
+    "data.last_batch": ("wrap", "drop", "keep"),
+    "optim.schedule": ("constant", "linear", "cosine"),
+    "publish.verify": ("off", "first", "always"),
+}
+AT_LEAST = {
+    "trainer.steps": 1,
+    "trainer.keep": 1,
+    "rollout.prompts_per_step": 1,
+    "rollout.samples_per_prompt": 1,
+    "rollout.max_response_tokens": 1,
+    "train.updates_per_rollout": 1,
+    "train.max_tokens_per_micro_batch": 1,
+    "train.max_skipped": 1,
+    "data.max_prompt_tokens": 1,
+    "publish.bucket_bytes": 1,
+    "engine.max_batch": 1,
+    "parallel.tensor": 1,
+    "parallel.pipeline": 1,
+    "parallel.context": 1,
+    "parallel.expert": 1,
+    "optim.lr": 0,
+    "optim.clip_grad": 0,
+}
+# What each phase needs to have run before it in the same step.
+AFTER = {
+    "judge": "rollout",
+    "prepare": None,
+    "teach": "prepare",
+    "train": "prepare",
+    "teacher_update": "train",
+    "publish": "train",
+}
+
+
+def check_config(config: Config, objects: frozenset[str] = frozenset()) -> None:
+    """Raise ConfigError with every broken rule. `objects` names what the caller brings as Python objects
+    (reward, data, model): their fields are not read."""
+    mistakes = list(_mistakes(config, objects))
+    if mistakes:
+        raise ConfigError(mistakes)
+
+
+def _mistakes(config: Config, objects: frozenset[str]) -> Iterator[str]:
+    for key, allowed in CHOICES.items():
+        if (value := _get(config, key)) not in allowed:
+            yield f"{key}={value} is not allowed; allowed are {', '.join(allowed)}"
+    for key, least in AT_LEAST.items():
+        if (value := _get(config, key)) < least:
+            yield f"{key}={value} is not allowed; it is at least {least}"
+    yield from _component_mistakes(config, objects)
+    yield from _file_mistakes(config, objects)
+    yield from _phase_mistakes(config)
+
+
+def _component_mistakes(config: Config, objects: frozenset[str]) -> Iterator[str]:
+    from rlpost.algorithms import build_algorithm
+    from rlpost.feedback import build_feedback
+    from rlpost.rewards.judge import build_reward
+    from rlpost.teacher import build_teacher_config
+
+    try:
+        algorithm = build_algorithm(config.algorithm)
+    except (ValueError, TypeError) as error:
+        yield from str(error).splitlines()
+        return
+    samples_rollouts = "rollout" in algorithm.needs
+    if samples_rollouts:
+        if config.rollout.temperature <= 0:
+            yield (
+                f"rollout.temperature={config.rollout.temperature} is not allowed in training: log-probs are those at "
+                "this temperature, so it must be above 0 (an eval set may have temperature 0)"
+            )
+        if config.reward is None and "reward" not in objects:
+            yield f"algorithm.name={algorithm.name} needs a reward: choose reward=choice, reward=exact, or bring one"
+    if algorithm.group_relative and config.rollout.samples_per_prompt < 2:
+        yield (
+            f"rollout.samples_per_prompt={config.rollout.samples_per_prompt} is not allowed with "
+            f"algorithm.name={algorithm.name}: its advantage compares a group's samples, so at least 2"
+        )
+    if "teacher" in algorithm.needs:
+        if config.teacher is None:
+            yield f"algorithm.name={algorithm.name} needs a teacher: choose teacher=ema or teacher=static"
+        if config.feedback is None:
+            yield f"algorithm.name={algorithm.name} needs feedback: choose feedback=sdpo (or golden, opsd, opd)"
+    elif config.teacher is not None:
+        yield f"teacher is set, but algorithm.name={algorithm.name} has no use for one: choose teacher=none"
+    vocabulary = _model_config(config).get("vocab_size")
+    top_k = getattr(algorithm, "top_k", 0)
+    if vocabulary and top_k and top_k > vocabulary:
+        yield f"algorithm.top_k={top_k} is larger than the model's vocabulary of {vocabulary}"
+    for name, values, build in (
+        ("teacher", config.teacher, build_teacher_config),
+        ("feedback", config.feedback, build_feedback),
+        ("reward", None if "reward" in objects else config.reward, build_reward),
+    ):
+        if values is None:
+            continue
+        try:
+            built = build(values)
+            if name == "feedback":
+                built.validate(config)
+        except (ValueError, TypeError, ImportError) as error:
+            lines = str(error).splitlines() or [type(error).__name__]
+            yield from (line if line.startswith(name) else f"{name}: {line}" for line in lines)
+    yield from _parallel_mistakes(config)
+
+
+def _parallel_mistakes(config: Config) -> Iterator[str]:
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    p = config.parallel
+    model_ranks = p.tensor * p.pipeline * p.context
+    if world % model_ranks:
+        yield (
+            f"{world} ranks cannot be cut into TP {p.tensor} × PP {p.pipeline} × CP {p.context} = {model_ranks}: "
+            f"start a multiple of {model_ranks} (torchrun --nproc-per-node) or change parallel.*"
+        )
+    heads = _model_config(config).get("num_attention_heads")
+    if heads and heads % p.tensor:
+        yield f"parallel.tensor={p.tensor} does not divide the model's {heads} attention heads"
+    groups = _model_config(config).get("num_key_value_heads")
+    if groups and heads % p.tensor == 0 and groups % p.tensor:
+        yield f"parallel.tensor={p.tensor} does not divide the model's {groups} key/value heads"
+
+
+def _file_mistakes(config: Config, objects: frozenset[str]) -> Iterator[str]:
+    path = Path(config.model.path)
+    if "model" not in objects:
+        looks_local = path.is_absolute() or config.model.path.startswith(".") or config.model.path.count("/") != 1
+        if path.is_dir() and not (path / "config.json").is_file():
+            yield f"model.path={path} has no config.json: it is not a Hugging Face model directory"
+        elif not path.is_dir() and looks_local:
+            yield f"model.path={path} does not exist: give a Hugging Face directory (or a hub id, owner/name)"
+    if "data" not in objects:
+        for source in config.data.train if isinstance(config.data.train, list) else [config.data.train]:
+            yield from _missing_file("data.train", source)
+    for name, spec in config.data.eval.items():
+        if isinstance(spec, dict) and "path" not in spec:
+            yield f"data.eval.{name} has no path: give data.eval.{name}.path"
+            continue
+        yield from _missing_file(f"data.eval.{name}", spec["path"] if isinstance(spec, dict) else spec)
+    if config.trainer.resume not in ("auto", "never") and not Path(config.trainer.resume).is_dir():
+        yield f"trainer.resume={config.trainer.resume} is neither auto, never nor a directory"
+
+
+def _missing_file(key: str, source: Any) -> Iterator[str]:
+    if isinstance(source, str) and Path(source).suffix in (".jsonl", ".json", ".parquet") and not Path(source).exists():
+        yield f"{key}={source} does not exist"
+
+
+def _phase_mistakes(config: Config) -> Iterator[str]:
+    from rlpost.trainer import PHASES, RESIDENTS
+
+    names = [phase.name for phase in config.phases]
+    if not names:
+        yield "phases is empty: choose phases=sdpo, phases=grpo or phases=sft"
+    for i, phase in enumerate(config.phases):
+        if phase.name not in PHASES:
+            yield f"phases has no phase {phase.name!r}. There are: {', '.join(PHASES)}"
+        elif (needed := AFTER.get(phase.name)) and needed not in names[:i]:
+            yield f"phase {phase.name!r} stands before {needed!r}, which it needs: change the order in phases"
+        if phase.retries and phase.name not in ("rollout", "judge"):
+            yield f"phase {phase.name!r} has retries={phase.retries}; only rollout and judge can be repeated"
+        for resident in phase.residents:
+            if resident not in RESIDENTS:
+                yield f"phase {phase.name!r} has no resident {resident!r}. There are: {', '.join(RESIDENTS)}"
+    doubled = sorted({n for n in names if names.count(n) > 1})
+    if doubled:
+        yield f"phases names {', '.join(doubled)} more than once"
+    needs = {"sft": {"read"}}.get(config.algorithm.get("name", ""), {"rollout", "judge", "publish"}) | {"train"}
+    if config.teacher is not None:
+        needs |= {"teach"} | ({"teacher_update"} if config.teacher.get("update", "ema") == "ema" else set())
+    missing = sorted(needs - set(names))
+    if names and missing:
+        yield f"phases lacks {', '.join(missing)}, which algorithm.name={config.algorithm.get('name')} needs"
+
+
+def _model_config(config: Config) -> dict[str, Any]:
+    path = Path(config.model.path) / "config.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _get(config: Config, key: str) -> Any:
+    group, field = key.split(".")
+    return getattr(getattr(config, group), field)

@@ -1,0 +1,85 @@
+"""From a step's samples to each rank's micro-batches: update sets, weights, balanced assignment, packing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from rlpost.data.packing import assign, micro_batch_count, pack, unpack
+from rlpost.losses.reduce import token_weights
+from rlpost.types import MicroBatch, Sample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlpost.algorithms.base import Algorithm
+
+
+@dataclass
+class Update:
+    """One optimizer step's samples on this data-parallel rank."""
+
+    samples: list[Sample]
+    micro_batches: int  # on every rank
+    teacher_micro_batches: int
+
+
+class Batcher:
+    """The same samples give the same updates on every rank; dp_rank only picks this rank's part."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        *,
+        updates_per_rollout: int,
+        max_tokens: int,
+        max_response_tokens: int,
+        dp_rank: int,
+        dp_size: int,
+    ):
+        self.algorithm, self.updates_per_rollout, self.max_tokens = algorithm, updates_per_rollout, max_tokens
+        self.max_response_tokens, self.dp_rank, self.dp_size = max_response_tokens, dp_rank, dp_size
+
+    def updates(self, samples: Sequence[Sample]) -> list[Update]:
+        """Cut everybody's samples into optimizer steps by whole groups, and give each token its weight mask / D."""
+        groups: dict[int, list[Sample]] = {}
+        for sample in samples:
+            groups.setdefault(sample.group_id, []).append(sample)
+        count = min(self.updates_per_rollout, len(groups))
+        whole = list(groups.values())
+        cuts = [round(i * len(whole) / count) for i in range(count + 1)]
+        return [self._update([s for group in whole[a:b] for s in group]) for a, b in zip(cuts, cuts[1:])]
+
+    def _update(self, samples: list[Sample]) -> Update:
+        masks = self.algorithm.loss_masks(samples)
+        weights = token_weights(masks, self.algorithm.reduction, self.max_response_tokens)
+        for sample, mask, weight in zip(samples, masks, weights):
+            sample.tokens["weights"] = weight
+            sample.tokens["loss_mask"] = torch.as_tensor(mask, dtype=torch.float32)
+        parts = assign([len(sample.ids) for sample in samples], self.dp_size)
+        count, teacher_count = (
+            max(micro_batch_count(self._lengths(samples, part, use), self.max_tokens) for part in parts)
+            for use in ("student", "teacher")
+        )
+        return Update([samples[i] for i in parts[self.dp_rank]], count, teacher_count)
+
+    def _lengths(self, samples: list[Sample], part: list[int], use: str) -> list[int]:
+        if use == "student":
+            return [len(samples[i].ids) for i in part]
+        taught = (samples[i] for i in part if samples[i].distill_mask > 0)
+        return [len(s.teacher_prompt_ids or s.prompt.ids) + len(s.response_ids) for s in taught]
+
+    def pack(self, update: Update, use: str = "student") -> list[MicroBatch]:
+        count = update.micro_batches if use == "student" else update.teacher_micro_batches
+        return pack(update.samples, self.max_tokens, count=count, use=use)
+
+
+def write_back(micros: Sequence[MicroBatch], results: Sequence[Mapping[str, Tensor]]) -> None:
+    """Scored rows [N, …] of micro-batches into their samples' `tokens`."""
+    for micro, result in zip(micros, results):
+        for name, rows in result.items():
+            for sample, row in zip(micro.samples, unpack(micro, rows)):
+                sample.tokens[name] = row

@@ -1,0 +1,117 @@
+"""A run on disk: is this directory ours, what a checkpoint holds, how it is put back, the export."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from rlpost.config.compose import ConfigError, differences, load_saved_config
+from rlpost.config.schema import Config
+from rlpost.weights.checkpoint import Checkpoint, CheckpointStore
+from rlpost.weights.export import save_pretrained
+
+if TYPE_CHECKING:
+    from rlpost.assemble import Rooms
+
+log = logging.getLogger(__name__)
+
+MOMENTS = ("master", "exp_avg", "exp_avg_sq")
+# A run that goes on may change its length, its logging, its layout; not what it is.
+FIXED = ("model.path", "algorithm", "data.train", "run.seed", "rollout.prompts_per_step", "rollout.samples_per_prompt")
+
+
+def run_directory(config: Config) -> Path:
+    return Path(config.run.dir) / config.run.name
+
+
+def saved_config(directory: Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of an existing run, ready to go on where it stands."""
+    config = load_saved_config(directory / "config.yaml", overrides)
+    config.run.dir, config.run.name = str(directory.parent), directory.name
+    return config
+
+
+def find_checkpoint(config: Config) -> Checkpoint | None:
+    """What this run starts from; ConfigError where the directory holds another run."""
+    directory = run_directory(config)
+    if config.trainer.resume == "never":
+        if CheckpointStore(directory / "checkpoints").latest() is not None:
+            raise ConfigError(
+                [f"trainer.resume=never, but {directory} holds checkpoints: choose another run.name, or move it away"]
+            )
+        return None
+    source = directory if config.trainer.resume == "auto" else Path(config.trainer.resume)
+    if source.name.startswith("step_"):
+        store, wanted = CheckpointStore(source.parent), int(source.name.removeprefix("step_"))
+    else:
+        store, wanted = CheckpointStore(source / "checkpoints"), None
+    wanted = store.latest() if wanted is None else wanted
+    if wanted is None:
+        if config.trainer.resume != "auto":
+            raise ConfigError([f"trainer.resume={source} holds no checkpoint"])
+        return None
+    checkpoint = store.load(wanted)
+    saved = load_saved_config(store.directory.parent / "config.yaml")
+    changed = differences(saved, config)
+    refused = [f"{key} was {old!r} and is now {new!r}" for key, (old, new) in changed.items() if key in FIXED]
+    if refused:
+        raise ConfigError(
+            [f"{store.directory.parent} holds another run: {'; '.join(refused)}. Choose another run.name to start anew"]
+        )
+    for key, (old, new) in changed.items():
+        log.warning("resumed with %s=%r (was %r)", key, new, old)
+    return checkpoint
+
+
+def save_checkpoint(rooms: Rooms, step: int) -> Path:
+    """Collective. The kinds are whole fp32 tensors under Hugging Face names: any layout of ranks can load them."""
+    policy, snapshots = rooms.policy, rooms.snapshots
+    tensors = {kind: partial(policy.optimizer_tensors, kind) for kind in MOMENTS}
+    for tag in snapshots.tags():
+        tensors[f"tag.{tag}"] = partial(policy.gather_masters, snapshots.tensors(tag))
+    state = {
+        "step": step,
+        "data": rooms.data.state(),
+        "optimizer": policy.optimizer_scalars(),
+        "version": rooms.publisher.version,
+    }
+    return rooms.checkpoints.save(step, tensors, state, {"torch_rng": torch.get_rng_state()})
+
+
+def restore_checkpoint(rooms: Rooms, checkpoint: Checkpoint | None) -> int:
+    """Put everything back; the number of steps done."""
+    if checkpoint is None:
+        return 0
+    policy, snapshots = rooms.policy, rooms.snapshots
+    for kind in MOMENTS:
+        policy.load_optimizer_tensors(kind, checkpoint.tensors(kind))
+    policy.load_optimizer_scalars(checkpoint.state["optimizer"])
+    for tag in snapshots.tags():
+        snapshots.put(tag, policy.scatter_masters(checkpoint.tensors(f"tag.{tag}").__getitem__))
+    rooms.data.load_state(checkpoint.state["data"])
+    rooms.publisher.version = checkpoint.state["version"]
+    torch.set_rng_state(checkpoint.rank_state["torch_rng"])
+    step = checkpoint.state["step"]
+    rooms.observer.resumed(step)
+    return step
+
+
+def export(rooms: Rooms, step: int, directory: str | Path | None) -> Path:
+    """Collective: the Hugging Face directory of the current weights."""
+    target = Path(directory) if directory is not None else rooms.directory / "export"
+    config = rooms.config
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.model.dtype]
+    card = {
+        "recipe": config.run.name,
+        "algorithm": config.algorithm.get("name"),
+        "data": config.data.train,
+        "steps": step,
+        "metrics": rooms.observer.last,
+    }
+    save_pretrained(target, rooms.policy.hf_tensors(dtype), config.model.path, rooms.tokenizer, dtype, card=card)
+    return target

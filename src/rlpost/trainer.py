@@ -1,0 +1,297 @@
+"""Trainer: the loop, and what a notebook calls.
+
+    trainer = Trainer.from_recipe("quickstart_sdpo", ["optim.lr=1e-4"])
+    trainer.fit()
+    trainer.generate(["…"])
+    trainer.plot()
+
+Every rank of a torchrun job builds the same Trainer and calls the same methods.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlpost.config.checks import check_config
+from rlpost.config.compose import load_config
+from rlpost.config.schema import Config
+from rlpost.types import Sample
+
+if TYPE_CHECKING:
+    from rlpost.data.batching import Update
+
+log = logging.getLogger(__name__)
+
+PHASES = ("read", "rollout", "judge", "prepare", "teach", "train", "teacher_update", "publish")
+RESIDENTS = ("policy.weights", "policy.gradients", "policy.optimizer", "engine.weights", "engine.kv_cache")
+
+
+@dataclass
+class StepWork:
+    """What one step's phases hand to each other."""
+
+    step: int
+    samples: list[Sample] = field(default_factory=list)  # this rank's until `prepare`, then everybody's
+    updates: list[Update] = field(default_factory=list)  # this data-parallel rank's part of each optimizer step
+    metrics: dict[str, float] = field(default_factory=dict)
+    trained: bool = False
+    last_skipped: bool = False
+
+
+class Trainer:
+    """One post-training run.
+
+    config: the typed configuration (`Trainer.from_recipe` builds it). data: rows (a list of dicts) instead of
+    `data.train`; eval_data: {name: rows} beside `data.eval`; reward: a function `fn(sample) -> float | RewardResult`
+    instead of `reward`; model: a Hugging Face directory or hub id instead of `model.path`.
+    Raises ConfigError with every mistake of the configuration, before anything is loaded.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        data: Sequence[Mapping[str, Any]] | None = None,
+        eval_data: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+        reward: Callable[[Sample], Any] | None = None,
+        model: str | Path | None = None,
+    ):
+        if model is not None:
+            config.model.path = str(model)
+        given = {"data": data, "reward": reward}
+        check_config(config, frozenset(name for name, value in given.items() if value is not None))
+        # Megatron and Transformers load only now: a wrong configuration has failed within a second.
+        from rlpost.assemble import assemble
+        from rlpost.persist import find_checkpoint, restore_checkpoint, run_directory
+
+        checkpoint = find_checkpoint(config)
+        handlers = {name: getattr(self, f"_{name}") for name in PHASES}
+        self.config = config
+        self.rooms = assemble(
+            config, run_directory(config), handlers, data=data, eval_data=eval_data, reward=reward
+        )
+        self.step_number = restore_checkpoint(self.rooms, checkpoint)  # steps done
+        self.last_metrics: dict[str, float] = {}
+        self._skipped_in_a_row = 0
+        self._published_at: int | None = None
+        self._stopping = False
+
+    @classmethod
+    def from_recipe(cls, name: str | None, overrides: Sequence[str] = (), **objects: Any) -> Trainer:
+        """Build from `recipes/<name>.yaml` and Hydra overrides; `objects` are the constructor's Python objects."""
+        placeholders = [f"{key}=in_memory" for key, given in (("data.train", "data"), ("model.path", "model"))
+                        if objects.get(given) is not None]
+        return cls(load_config(name, [*placeholders, *overrides]), **objects)
+
+    @classmethod
+    def resume(cls, directory: str | Path, overrides: Sequence[str] = (), **objects: Any) -> Trainer:
+        """Go on with the run in this directory, from its last checkpoint."""
+        from rlpost.persist import saved_config
+
+        return cls(saved_config(Path(directory), overrides), **objects)
+
+    def fit(self, steps: int | None = None) -> Trainer:
+        """Train until `trainer.steps` steps are done (or `steps` more), evaluating and saving as configured; ends
+        with a checkpoint, the Hugging Face export, the plots and a summary."""
+        last = self.config.trainer.steps if steps is None else self.step_number + steps
+        with self._signals():
+            if self.step_number == 0 and self.config.trainer.eval_at_start:
+                self.evaluate()
+            while self.step_number < last and not self._stopping:
+                self.step()
+                if self._due(self.config.trainer.eval_every) and self.step_number < last:
+                    self.evaluate()
+                if self._due(self.config.trainer.save_every) and self.step_number < last:
+                    self.save()
+            self.save()
+            if self._stopping:
+                self.rooms.observer.say(f"stopped after step {self.step_number}; run the same command to go on")
+                return self
+            self.evaluate()
+            self.save_pretrained()
+            self.rooms.observer.finish(plots=self.config.trainer.plots)
+        return self
+
+    def step(self) -> dict[str, float]:
+        """One step: the configured phases in their order. Returns its metrics."""
+        start = time.perf_counter()
+        position = self.rooms.data.state()
+        work = StepWork(step=self.step_number)
+        for number in range(len(self.rooms.machine.phases)):
+            stop = self.rooms.machine.run(number, work.step, work)
+            if stop and not work.trained:
+                # Nothing has moved yet: the step is taken back, so that a resumed run does it again.
+                self.rooms.data.load_state(position)
+                self._stopping = True
+                return {}
+            self._stopping |= stop
+        self.step_number += 1
+        self.last_metrics = self.rooms.observer.step_done(work, time.perf_counter() - start)
+        return self.last_metrics
+
+    def evaluate(self) -> dict[str, float]:
+        """Every eval set under the current weights: `eval/<name>/mean@n`, `pass@n`, standard error, lengths."""
+        from rlpost.evaluate import evaluate
+
+        if not self.rooms.eval_sets:
+            return {}
+        self._ensure_published()
+        metrics, samples = evaluate(self.rooms, self.step_number)
+        self.rooms.observer.eval_done(self.step_number, metrics, samples)
+        return metrics
+
+    def generate(self, prompts: Sequence[str | list[dict[str, str]]], n: int = 1, **sampling: Any) -> list[list[str]]:
+        """n responses to each prompt (text, or chat messages); sampling: temperature, top_p, top_k, max_tokens."""
+        from rlpost.evaluate import generate
+
+        self._ensure_published()
+        return generate(self.rooms, prompts, n, self.step_number, **sampling)
+
+    def score(self, prompts: Sequence[str | list[dict[str, str]]], responses: Sequence[str]) -> list[list[float]]:
+        """Log-probs of each response's tokens under the trained model, at the rollout temperature."""
+        from rlpost.evaluate import score
+
+        return score(self.rooms, prompts, responses)
+
+    def plot(self) -> Any:
+        """The curves so far as a matplotlib figure (and as PNG files under plots/)."""
+        return self.rooms.observer.plot()
+
+    def save(self) -> Path:
+        """Write a checkpoint: what `resume` needs to go on as if nothing had happened."""
+        from rlpost.persist import save_checkpoint
+
+        return save_checkpoint(self.rooms, self.step_number)
+
+    def save_pretrained(self, directory: str | Path | None = None) -> Path:
+        """Write a Hugging Face directory (default: `export/` of the run)."""
+        from rlpost.persist import export
+
+        return export(self.rooms, self.step_number, directory)
+
+    def close(self) -> None:
+        """Give back the engine and close the logs."""
+        self.rooms.close()
+
+    # The phases, in the order of a step.
+
+    def _read(self, work: StepWork) -> None:
+        """Supervised rows: every rank reads them all, and keeps its share as a rollout would."""
+        from rlpost.data.templates import sft_samples
+
+        prompts = self.rooms.data.next_batch(self.config.rollout.prompts_per_step)
+        samples = sft_samples(self.rooms.tokenizer, prompts, work.step, **self.config.data.chat_template_kwargs)
+        work.samples = samples if self.rooms.agreement.rank == 0 else []
+
+    def _rollout(self, work: StepWork) -> None:
+        self._ensure_published()
+        prompts = self.rooms.data.next_batch(self.config.rollout.prompts_per_step)
+        work.samples = self.rooms.sampler.sample(prompts, work.step)
+
+    def _judge(self, work: StepWork) -> None:
+        work.metrics |= self.rooms.judge.score(work.samples)
+        if self.rooms.feedback is not None:
+            self.rooms.feedback.teacher_prompts(work.samples)
+
+    def _prepare(self, work: StepWork) -> None:
+        """All ranks get all samples; advantages over whole groups; each data-parallel rank takes its part."""
+        from rlpost.rollout.sampler import rollout_metrics
+
+        work.samples = self.rooms.gather(work.samples)
+        work.metrics |= rollout_metrics(work.samples)
+        work.metrics |= self.rooms.algorithm.prepare(work.samples)
+        work.updates = self.rooms.batcher.updates(work.samples)
+        for kind in ("old_logprobs", "reference_logprobs"):
+            if kind in self.rooms.algorithm.needs:
+                self.rooms.score_logprobs(kind, work.updates)
+
+    def _teach(self, work: StepWork) -> None:
+        for update in work.updates:
+            self.rooms.teacher.score(update)
+
+    def _train(self, work: StepWork) -> None:
+        teacher, steps = self.rooms.teacher, []
+        for update in work.updates:
+            if teacher is not None and steps and not work.last_skipped:
+                teacher.after_optimizer_step()  # after the last update: phase teacher_update
+            micros = self.rooms.batcher.pack(update)
+            if teacher is not None:
+                for micro in micros:
+                    micro.teacher_head = teacher.head
+            steps.append(self.rooms.policy.train_step(micros, self.rooms.algorithm.loss))
+            work.last_skipped = bool(steps[-1]["train/skipped"])
+            self._count_skipped(work.last_skipped)
+        work.trained = True
+        work.metrics |= {name: sum(s[name] for s in steps) / len(steps) for name in steps[0]}
+        work.metrics["train/skipped"] = sum(s["train/skipped"] for s in steps)
+
+    def _teacher_update(self, work: StepWork) -> None:
+        from rlpost.assemble import teacher_distance
+
+        if not work.last_skipped:
+            self.rooms.teacher.after_optimizer_step()
+        if work.metrics["train/skipped"] < len(work.updates):
+            self.rooms.teacher.after_batch()
+        work.metrics |= teacher_distance(self.rooms)
+
+    def _publish(self, work: StepWork) -> None:
+        if work.metrics["train/skipped"] == len(work.updates):
+            return  # nothing moved
+        self._publish_now(self.step_number + 1, work.metrics)
+
+    # What the phases lean on.
+
+    def _publish_now(self, step: int, metrics: dict[str, float]) -> None:
+        metrics |= self.rooms.publisher.publish()
+        self._published_at = step
+
+    def _ensure_published(self) -> None:
+        """An engine never serves before its first commit, nor an older policy than the trainer's."""
+        if self._published_at != self.step_number:
+            self._publish_now(self.step_number, {})
+
+    def _count_skipped(self, skipped: bool) -> None:
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        if self._skipped_in_a_row > self.config.train.max_skipped:
+            raise RuntimeError(
+                f"{self._skipped_in_a_row} optimizer steps in a row had gradients that are not finite "
+                f"(train.max_skipped={self.config.train.max_skipped}): lower optim.lr, or look at the last rollouts"
+            )
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step_number % every == 0
+
+    def _signals(self) -> _StopOnSignal:
+        return _StopOnSignal(self.rooms.agreement)
+
+
+class _StopOnSignal:
+    """Ctrl-C or SIGTERM: finish the phase, save, exit. A second one stops at once."""
+
+    def __init__(self, agreement: Any):
+        self.agreement = agreement
+        self._former: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python gives signals to the main thread alone
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._former[number] = signal.signal(number, self._on_signal)
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if self.agreement.stop_requested:
+            raise KeyboardInterrupt
+        self.agreement.stop_requested = True
+        log.warning("%s: finishing the phase, then saving; once more to stop at once", signal.Signals(number).name)
+
