@@ -1,0 +1,199 @@
+"""From a Hugging Face directory to a Megatron model: configuration, layers, data-parallel wrapper, optimizer."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+with warnings.catch_warnings():
+    # Megatron says at import that Apex and Transformer Engine are missing; the local layers need neither.
+    warnings.simplefilter("ignore")
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from rlpost.policy.attention import PackedAttention, PackedSequences, RMSNorm
+from rlpost.policy.hf_map import HFMap, padded_vocabulary
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
+
+    from rlpost.config.schema import ModelConfig, OptimConfig, ParallelConfig
+    from rlpost.types import MicroBatch
+
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def read_config(path: str | Path) -> PreTrainedConfig:
+    """The model's Hugging Face configuration, refused where it asks for what is not built here."""
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    if config.model_type not in MODEL_TYPES:
+        raise ValueError(f"{path}: model_type is {config.model_type!r}; supported are {', '.join(MODEL_TYPES)}")
+    for key, allowed in {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "use_sliding_window": False,
+    }.items():
+        value = getattr(config, key, allowed)
+        if value != allowed:
+            raise ValueError(f"{path}: {key} is {value!r}; only {allowed!r} is supported")
+    return config
+
+
+def head_dim(hf: PreTrainedConfig) -> int:
+    return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+
+
+def make_map(hf: PreTrainedConfig) -> HFMap:
+    return HFMap(
+        query_groups=hf.num_key_value_heads,
+        heads_per_group=hf.num_attention_heads // hf.num_key_value_heads,
+        vocab_size=hf.vocab_size,
+        tied=hf.tie_word_embeddings,
+    )
+
+
+def _check_cuts(hf: PreTrainedConfig, tp_size: int) -> None:
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if getattr(hf, key) % tp_size:
+            raise ValueError(f"parallel.tensor={tp_size} does not divide the model's {key}={getattr(hf, key)}")
+
+
+def transformer_config(hf: PreTrainedConfig, dtype: torch.dtype, parallel: ParallelConfig) -> TransformerConfig:
+    """Megatron's configuration of the model. Fusions that need CUDA are on only there."""
+    _check_cuts(hf, parallel.tensor)
+    on_cuda = torch.cuda.is_available()
+    return TransformerConfig(
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        ffn_hidden_size=hf.intermediate_size,
+        num_attention_heads=hf.num_attention_heads,
+        num_query_groups=hf.num_key_value_heads,
+        kv_channels=head_dim(hf),
+        activation_func=F.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        add_qkv_bias=hf.model_type == "qwen2",
+        normalization="RMSNorm",
+        layernorm_epsilon=hf.rms_norm_eps,
+        qk_layernorm=hf.model_type == "qwen3",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=parallel.tensor,
+        sequence_parallel=parallel.sequence,
+        use_cpu_initialization=not on_cuda,
+        perform_initialization=False,  # every parameter is read from the checkpoint
+        bias_activation_fusion=on_cuda,
+        bias_dropout_fusion=on_cuda,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        # The weights of the tokens hold the denominator of the whole step, so gradients are plainly summed: over
+        # micro-batches by this switch (no 1/n), over ranks by `_finalize`, which withholds the token count.
+        calculate_per_token_loss=True,
+        finalize_model_grads_func=_finalize,
+    )
+
+
+def _finalize(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+    finalize_model_grads(model, None, **kwargs)
+
+
+class PackedGPT(GPTModel):
+    """Megatron's GPT over packed sequences; gives the hidden states after the final norm, not logits.
+
+    Rotary angles are Transformers' own (all of its rope types), computed once per micro-batch.
+    """
+
+    def __init__(self, hf: PreTrainedConfig, config: TransformerConfig) -> None:
+        layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+        parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+        attention.core_attention = PackedAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+        super().__init__(
+            config=config,
+            transformer_layer_spec=TransformerBlockSubmodules([layer] * config.num_layers, layer_norm=RMSNorm),
+            vocab_size=padded_vocabulary(hf.vocab_size, config.tensor_model_parallel_size),
+            max_sequence_length=hf.max_position_embeddings,
+            share_embeddings_and_output_weights=hf.tie_word_embeddings,
+            position_embedding_type="none",
+        )
+        self.rope = LlamaRotaryEmbedding(hf)
+
+    def forward_packed(self, micro: MicroBatch) -> Tensor:
+        """Hidden states [T, 1, H]; with sequence parallelism this rank's part [T / TP, 1, H]."""
+        cos, sin = self.rope(torch.empty((), dtype=self.config.params_dtype), micro.position_ids_T.unsqueeze(0))
+        half = cos.shape[-1] // 2  # both halves of a head turn by the same angles
+        packed = PackedSequences.of(
+            micro.cu_seqlens, micro.max_seqlen, cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+        )
+        ids = micro.input_ids_T.unsqueeze(0)
+        return self(ids, None, None, packed_seq_params=packed)
+
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        return hidden_states
+
+    def head_weight(self) -> Tensor:
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+def build_model(hf: PreTrainedConfig, model: ModelConfig, parallel: ParallelConfig) -> DistributedDataParallel:
+    """The model in Megatron's data-parallel wrapper. Its weights are not read yet."""
+    if model.dtype not in DTYPES:
+        raise ValueError(f"model.dtype={model.dtype!r}: allowed are {', '.join(DTYPES)}")
+    config = transformer_config(hf, DTYPES[model.dtype], parallel)
+    module = PackedGPT(hf, config)
+    hf_map = make_map(hf)
+    for name, parameter in module.named_parameters():
+        # Without its own initialisation Megatron forgets to mark weights as cut, and the gradient norm would then
+        # count them on the first tensor-parallel rank only.
+        cut = hf_map.rule(name)[0].cut
+        if cut is not None and not hasattr(parameter, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(parameter, True, cut, 1)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    return DistributedDataParallel(config, ddp, module)
+
+
+def build_optimizer(model: DistributedDataParallel, optim: OptimConfig) -> MegatronOptimizer:
+    """Megatron's distributed Adam with fp32 masters; the learning rate is set at each step."""
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=optim.lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.betas[0],
+        adam_beta2=optim.betas[1],
+        adam_eps=optim.eps,
+        clip_grad=optim.clip_grad,
+        bf16=model.config.bf16,
+        params_dtype=model.config.params_dtype,
+        use_distributed_optimizer=True,
+    )
+    with torch.no_grad():  # else the shards of fp32 parameters are no leaves, and torch warns at each look at .grad
+        optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+    for group in optimizer.param_groups:
+        # Megatron's own scheduler would apply these multipliers (no decay of norms and biases).
+        group["weight_decay"] = optim.weight_decay * group["wd_mult"]
+        if "foreach" in group:  # torch's Adam: one fused pass over memory
+            group.update(fused=True, foreach=False)
+    return optimizer

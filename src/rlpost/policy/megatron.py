@@ -1,0 +1,254 @@
+"""The trained model: Megatron-core behind the `Policy` protocol."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    model_parallel_cuda_manual_seed,
+)
+from torch import Tensor
+
+from rlpost import parallel as ranks
+from rlpost.config.schema import ModelConfig, OptimConfig, ParallelConfig
+from rlpost.policy.build import DTYPES, build_model, build_optimizer, make_map, read_config
+from rlpost.policy.cpu import megatron_device
+from rlpost.policy.hf_io import SafetensorsReader
+from rlpost.policy.logits import Head
+from rlpost.policy.optimizer import GetTensor, MasterShards, learning_rate
+from rlpost.policy.pool import MetricPool
+from rlpost.policy.protocol import StateKind
+from rlpost.types import LossFn, MicroBatch
+
+ScoreFn = Callable[[Head, MicroBatch], dict[str, Tensor]]
+
+
+class MegatronPolicy:
+    """A Hugging Face model trained by Megatron-core on all ranks of the job. Every method that says so is collective.
+
+    Args:
+        model: where the weights are and in which dtype they train; masters are fp32 in any case.
+        optim: Adam and its schedule.
+        parallel: how the ranks are cut; what is left over is data parallel.
+        temperature: logits are divided by it before the softmax, in training and scoring.
+        total_steps: calls of `train_step` in the run, for schedules that fall towards an end.
+        seed: of Megatron's random states. Nothing is drawn from them as long as there is no dropout.
+
+    Raises ValueError for a model or a layout that is not supported, FileNotFoundError without weights.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        optim: OptimConfig,
+        parallel: ParallelConfig,
+        *,
+        temperature: float = 1.0,
+        total_steps: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        if temperature <= 0:
+            raise ValueError(f"temperature={temperature}: training needs one above 0")
+        learning_rate(optim, optim.warmup_steps, total_steps)  # a wrong schedule fails here, not at the first step
+        self.config, self.optim, self.temperature, self.total_steps = model, optim, temperature, total_steps
+        self.hf_config = read_config(model.path)
+        self.mesh = ranks.Mesh.build(parallel)
+        self.device = ranks.device()
+        self._map = make_map(self.hf_config)
+        self._calls = 0  # of train_step, for the schedule
+        self._updates = 0  # those that moved the weights, for Adam's bias correction
+        with megatron_device():
+            random_state = torch.get_rng_state()
+            model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+            torch.set_rng_state(random_state)
+            self._model = build_model(self.hf_config, model, parallel).to(self.device)
+            self._optimizer = build_optimizer(self._model, optim)
+            self._shards = MasterShards(self._model, self._optimizer, self._map, self.mesh)
+        self._load_weights(SafetensorsReader(model.path))
+
+    def _load_weights(self, reader: SafetensorsReader) -> None:
+        """Through the masters, so that each data-parallel rank reads only the range that it owns."""
+        expected = {part for name, _ in self._model.module.named_parameters() for part in self._map.rule(name)[1]}
+        if self._map.tied:
+            expected.add("lm_head.weight")  # some tied checkpoints hold the embedding a second time
+        unknown = sorted(set(reader.names()) - expected)
+        if unknown:
+            raise ValueError(f"{reader.root}: tensors that this model has no place for: {', '.join(unknown[:5])}")
+        self.load_optimizer_tensors("master", reader.get)
+
+    # Training
+
+    def train_step(self, micros: Sequence[MicroBatch], loss: LossFn) -> dict[str, float]:
+        """One optimizer step; see `Policy.train_step`. Collective."""
+        pool = MetricPool()
+
+        def reduce(hidden: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor, None]:
+            output = loss(self._head(hidden, micro), micro)
+            total = (output.loss_N * micro.fields["weights"]).sum()
+            if not total.requires_grad:  # nothing to learn here, but every rank runs the same backward
+                total = total + 0.0 * hidden.sum()
+            live_N = micro.fields["loss_mask"] > 0
+            pool.add(total, output.metrics, live_N)
+            return total, live_N.sum(dtype=torch.int32), None
+
+        rate = learning_rate(self.optim, self._calls, self.total_steps)
+        with megatron_device():
+            self._model.train()
+            self._model.zero_grad_buffer()
+            self._optimizer.zero_grad()
+            self._run(micros, reduce, forward_only=False)
+            grad_norm, moved = self._update(rate)
+        self._calls += 1
+        self._updates += moved
+        return {
+            **pool.reduced(self.mesh.dp_group),
+            "train/grad_norm": grad_norm,
+            "train/lr": rate,
+            "train/skipped": float(not moved),
+        }
+
+    def _update(self, rate: float) -> tuple[float, bool]:
+        """Clip and step; nothing moves where the gradient norm, which all ranks share, is not finite."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.prepare_grads()
+        grad_norm = float(self._optimizer.get_grad_norm())
+        if not math.isfinite(grad_norm):
+            return grad_norm, False
+        if self.optim.clip_grad > 0:
+            scale = self.optim.clip_grad / (grad_norm + 1e-6)
+            if scale < 1:
+                torch._foreach_mul_([p.grad for p in self._optimizer.get_parameters() if p.grad is not None], scale)
+        self._optimizer.step_with_ready_grads()
+        return grad_norm, True
+
+    def _run(self, micros: Sequence[MicroBatch], reduce: Callable[..., Any], forward_only: bool) -> list[Any]:
+        """Megatron's schedule over the micro-batches; `reduce(hidden, micro)` is the last stage's work on each."""
+        if not micros:
+            raise ValueError("a step needs at least one micro-batch on every rank; a filler will do")
+        multiple = self.mesh.tp_size if self._model.config.sequence_parallel else 1
+
+        def forward_step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+            micro = pad_tokens(next(iterator).to(self.device), multiple)
+
+            def collect(hidden: Tensor, non_loss_data: bool = False) -> Any:
+                return reduce(hidden, micro)
+
+            return model.module.forward_packed(micro), collect
+
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(micros),
+            model=[self._model],
+            num_microbatches=len(micros),
+            seq_length=micros[0].input_ids_T.shape[0],
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _head(self, hidden: Tensor, micro: MicroBatch) -> Head:
+        """The head over the positions that predict a response token. Prompt tokens cost no logits.
+
+        Each tensor-parallel rank has the logits of its own vocabulary rows, so its gradient with respect to the
+        hidden states is a part of the sum: Megatron's two regions add the parts up in the backward.
+        """
+        if self._model.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        rows_NH = hidden.squeeze(1).index_select(0, micro.predict_N)
+        if not self._model.config.sequence_parallel:
+            rows_NH = copy_to_tensor_model_parallel_region(rows_NH)
+        return Head(
+            rows_NH,
+            self.head_weight(),
+            temperature=self.temperature,
+            vocab_size=self._map.vocab_size,
+            tp_group=self.mesh.tp_group if self.mesh.tp_size > 1 else None,
+            chunk_tokens=self.config.head_chunk_tokens,
+        )
+
+    @torch.no_grad()
+    def score(self, micros: Sequence[MicroBatch], fn: ScoreFn) -> list[dict[str, Tensor]]:
+        """Forward only; see `Policy.score`. Collective."""
+        with megatron_device():
+            self._model.eval()
+            return self._run(micros, lambda hidden, micro: fn(self._head(hidden, micro), micro), forward_only=True)
+
+    # Weights
+
+    def head_weight(self) -> Tensor:
+        """The live output head [padded V / TP, H]; the embedding where they are tied."""
+        return self._model.module.head_weight()
+
+    @torch.no_grad()
+    def hf_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights under their Hugging Face names, one parameter at a time. Collective.
+
+        Tensors may be views of live parameters: copy what must outlive the next step.
+        """
+        for name, parameter in self._model.module.named_parameters():
+            local = parameter.detach().to(dtype or DTYPES[self.config.dtype])
+            yield from self._map.to_hf(name, self._shards.over_tensor_parallel(name, local))
+
+    def masters(self) -> dict[str, Tensor]:
+        """This rank's live flat fp32 master shards by Megatron name."""
+        return self._shards.masters()
+
+    def sync_from_masters(self) -> None:
+        """After masters were written: to the model's parameters, on all ranks. Collective."""
+        with megatron_device():
+            self._shards.sync()
+
+    def gather_masters(self, shards: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Whole fp32 tensors under Hugging Face names from shards shaped like `masters()` (an EMA, say). Collective."""
+        return self._shards.gather(shards)
+
+    def scatter_masters(self, get: GetTensor) -> dict[str, Tensor]:
+        """New shards shaped like `masters()` from whole tensors by Hugging Face name: the inverse of gathering."""
+        return self._shards.scatter(get)
+
+    # Optimizer state, for checkpoints that any layout can read
+
+    def optimizer_tensors(self, kind: StateKind) -> Iterator[tuple[str, Tensor]]:
+        """Masters or Adam moments as whole fp32 tensors under Hugging Face names. Collective."""
+        return self._shards.gather(self.masters() if kind == "master" else self._shards.moments(kind))
+
+    def load_optimizer_tensors(self, kind: StateKind, get: GetTensor) -> None:
+        """The inverse: this rank's part of the whole tensors that `get` returns. Loading masters changes the model.
+        Collective."""
+        self._shards.load(kind, get)
+        if kind == "master":
+            self.sync_from_masters()
+
+    def optimizer_scalars(self) -> dict[str, int]:
+        """What the state has beside tensors: `updates` that moved the weights, `calls` of train_step."""
+        return {"updates": self._updates, "calls": self._calls}
+
+    def load_optimizer_scalars(self, scalars: dict[str, int]) -> None:
+        self._updates, self._calls = scalars["updates"], scalars["calls"]
+        self._shards.set_step(self._updates)
+
+
+def pad_tokens(micro: MicroBatch, multiple: int) -> MicroBatch:
+    """Up to a multiple of tokens by a sequence of its own that nothing attends to and nothing is predicted from.
+
+    Sequence parallelism cuts the tokens evenly.
+    """
+    extra = -micro.input_ids_T.shape[0] % multiple
+    if extra == 0:
+        return micro
+    zeros = micro.input_ids_T.new_zeros(extra)
+    return replace(
+        micro,
+        input_ids_T=torch.cat([micro.input_ids_T, zeros]),
+        position_ids_T=torch.cat([micro.position_ids_T, torch.arange(extra, device=zeros.device)]),
+        cu_seqlens=torch.cat([micro.cu_seqlens, micro.cu_seqlens[-1:] + extra]),
+        max_seqlen=max(micro.max_seqlen, extra),
+    )

@@ -1,0 +1,190 @@
+"""The optimizer's state as whole tensors under Hugging Face names, whatever the cut.
+
+Megatron's distributed optimizer keeps, on each data-parallel rank, a contiguous range of every parameter of the
+rank's tensor-parallel shard: an fp32 master and Adam's two moments. `MasterShards` gathers such ranges to whole
+Hugging Face tensors and cuts whole tensors into ranges, bit-exactly, so that what one layout wrote another reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer import MegatronOptimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    from rlpost.config.schema import OptimConfig
+    from rlpost.parallel import Mesh
+    from rlpost.policy.hf_map import HFMap
+    from rlpost.policy.protocol import StateKind
+
+GetTensor = Callable[[str], Tensor]
+
+
+def learning_rate(config: OptimConfig, step: int, total_steps: int | None) -> float:
+    """The rate of step `step` (from 0): a linear warmup, then constant, or falling to `min_lr` at `total_steps`."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    if total_steps is None:
+        raise ValueError(f"optim.schedule={config.schedule!r} needs the number of steps: only 'constant' does without")
+    span = max(1, total_steps - config.warmup_steps)
+    progress = min(1.0, (step - config.warmup_steps) / span)
+    if config.schedule == "linear":
+        remaining = 1.0 - progress
+    elif config.schedule == "cosine":
+        remaining = 0.5 * (1.0 + math.cos(math.pi * progress))
+    else:
+        raise ValueError(f"optim.schedule={config.schedule!r}: allowed are constant, linear, cosine")
+    return config.min_lr + (config.lr - config.min_lr) * remaining
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """One parameter of this tensor-parallel rank and how the data-parallel ranks share it."""
+
+    name: str
+    parameter: Tensor
+    start: int  # of the parameter within its bucket, which is cut evenly over the data-parallel ranks
+    bucket_shard: int  # elements of the bucket on each data-parallel rank
+
+    def range_of(self, dp_rank: int) -> tuple[int, int]:
+        """The elements of the flat parameter that a rank owns; empty where begin equals end."""
+        begin = dp_rank * self.bucket_shard - self.start
+        size = self.parameter.numel()
+        return min(max(begin, 0), size), min(max(begin + self.bucket_shard, 0), size)
+
+
+class MasterShards:
+    """This rank's fp32 master shards and the moments beside them, by Megatron name.
+
+    Args:
+        model: the wrapped model whose parameters `optimizer` trains.
+        hf_map: the names on disk.
+    """
+
+    def __init__(
+        self, model: DistributedDataParallel, optimizer: MegatronOptimizer, hf_map: HFMap, mesh: Mesh
+    ) -> None:
+        self._model, self._optimizer, self._map, self._mesh = model, optimizer, hf_map, mesh
+        names = {parameter: name for name, parameter in model.module.named_parameters()}
+        self._parameters: dict[str, _Parameter] = {}
+        for buffer in model.buffers:
+            for bucket in buffer.buckets:
+                shard = bucket.grad_data.numel() // mesh.dp_size
+                for parameter in bucket.params_list:
+                    start = buffer.param_index_map[parameter][0] - bucket.offset
+                    self._parameters[names[parameter]] = _Parameter(names[parameter], parameter, start, shard)
+        self._parameters = {name: self._parameters[name] for name in names.values()}  # the model's order
+        self._owned = dict(self._find_masters(names))
+
+    def _find_masters(self, names: dict[Tensor, str]) -> Iterator[tuple[str, tuple[DistributedOptimizer, Tensor]]]:
+        for optimizer in self._optimizer.chained_optimizers:
+            for models, masters in (
+                (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+                (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+            ):
+                for group, shards in zip(models, masters):
+                    yield from ((names[p], (optimizer, shard)) for p, shard in zip(group, shards))
+
+    def masters(self) -> dict[str, Tensor]:
+        """Live flat fp32 shards; of fp32 models they are views of the parameters themselves."""
+        return {name: shard.detach() for name, (_, shard) in self._owned.items()}
+
+    def sync(self) -> None:
+        """Masters → model parameters, on all ranks. Collective."""
+        with torch.no_grad():
+            for optimizer in self._optimizer.chained_optimizers:
+                optimizer._copy_main_params_to_model_params()
+        self._model.start_param_sync(force_sync=True)
+
+    def moments(self, kind: StateKind) -> dict[str, Tensor]:
+        """Live `exp_avg` or `exp_avg_sq` shards. They are zero before the first step."""
+        return {name: self._adam_state(name)[kind] for name in self._owned}
+
+    def _adam_state(self, name: str) -> dict[str, Tensor]:
+        optimizer, shard = self._owned[name]
+        state = optimizer.optimizer.state[shard]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(shard, requires_grad=False)
+            state["exp_avg_sq"] = torch.zeros_like(shard, requires_grad=False)
+            if isinstance(optimizer.optimizer, torch.optim.Adam):
+                state["step"] = torch.zeros((), dtype=torch.float32, device=shard.device)
+        return state
+
+    def set_step(self, step: int) -> None:
+        """The number of updates that the moments have seen (Adam's bias correction).
+
+        Each parameter gets a counter of its own: Megatron's loading shares one tensor between all of them, which
+        then counts once per parameter and step.
+        """
+        for name in self._owned:
+            state = self._adam_state(name)
+            if "step" in state:
+                state["step"] = torch.full_like(state["step"], float(step))
+            else:  # Transformer Engine's Adam counts once per group
+                for group in self._owned[name][0].param_groups:
+                    group["step"] = step
+
+    def gather(self, shards: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Whole fp32 tensors under their Hugging Face names from shards like those of `masters()`, one parameter at
+        a time. Collective: every rank iterates to the end and sees every tensor."""
+        for parameter in self._parameters.values():
+            whole = self._over_data_parallel(parameter, shards)
+            yield from self._map.to_hf(parameter.name, self.over_tensor_parallel(parameter.name, whole))
+
+    def _over_data_parallel(self, parameter: _Parameter, shards: dict[str, Tensor]) -> Tensor:
+        shape, group = parameter.parameter.shape, self._mesh.dp_group
+        if self._mesh.dp_size == 1:
+            return shards[parameter.name].view(shape)
+        flat = torch.empty(shape.numel(), dtype=torch.float32, device=parameter.parameter.device)
+        for dp_rank in range(self._mesh.dp_size):
+            begin, end = parameter.range_of(dp_rank)
+            if begin == end:
+                continue
+            if dp_rank == self._mesh.dp_rank:
+                flat[begin:end] = shards[parameter.name]
+            dist.broadcast(flat[begin:end], src=dist.get_global_rank(group, dp_rank), group=group)
+        return flat.view(shape)
+
+    def over_tensor_parallel(self, name: str, local: Tensor) -> list[Tensor]:
+        """The shards of all tensor-parallel ranks in rank order; only the own one where nothing is cut."""
+        if self._mesh.tp_size == 1 or self._map.rule(name)[0].cut is None:
+            return [local]
+        local = local.contiguous()
+        shards = [torch.empty_like(local) for _ in range(self._mesh.tp_size)]
+        dist.all_gather(shards, local, group=self._mesh.tp_group)
+        return shards
+
+    def scatter(self, get: GetTensor) -> dict[str, Tensor]:
+        """The inverse of `gather`: this rank's shards, new fp32 tensors, of the whole tensors that `get` returns by
+        Hugging Face name. Not collective; of memory-mapped tensors only what the rank needs is read."""
+        return {name: self._cut(name, get) for name in self._owned}
+
+    def _cut(self, name: str, get: GetTensor) -> Tensor:
+        parameter = self._parameters[name]
+        local = self._map.from_hf(name, get, self._mesh.tp_rank, self._mesh.tp_size)
+        if local.shape != parameter.parameter.shape:
+            raise ValueError(
+                f"{name}: the tensors given make {tuple(local.shape)}, "
+                f"the model's parameter is {tuple(parameter.parameter.shape)}"
+            )
+        begin, end = parameter.range_of(self._mesh.dp_rank)
+        piece = local.reshape(-1)[begin:end]
+        return torch.empty(end - begin, dtype=torch.float32, device=parameter.parameter.device).copy_(piece)
+
+    def load(self, kind: StateKind, get: GetTensor) -> None:
+        """Overwrites masters or moments with whole tensors by Hugging Face name. Masters reach the model at the next
+        `sync`. Raises ValueError where a shape differs, before that parameter is touched."""
+        live = self.masters() if kind == "master" else self.moments(kind)
+        for name, shard in live.items():
+            shard.copy_(self._cut(name, get))
