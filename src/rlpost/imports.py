@@ -36,7 +36,9 @@ def accepted_keywords(target: Callable[..., Any]) -> list[str] | None:
     if not inspect.isclass(target):
         parameters = inspect.signature(target).parameters.values()
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        return None if open_ended else [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        return (
+            None if open_ended else [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        )
     names: list[str] = []
     for cls in target.__mro__:
         if cls is object:

@@ -102,7 +102,9 @@ class PromptDataset:
         """Go on where `state` was taken. ValueError where seed or data are others: the order would be another one."""
         for key, own in (("seed", self.seed), ("prompts", len(self)), ("fingerprint", self._fingerprint)):
             if state[key] != own:
-                raise ValueError(f"the checkpoint's data order has {key} {state[key]}, this run has {own}: not the same data")
+                raise ValueError(
+                    f"the checkpoint's data order has {key} {state[key]}, this run has {own}: not the same data"
+                )
         self._epoch, self._offset = int(state["epoch"]), int(state["offset"])
 
 

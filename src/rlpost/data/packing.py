@@ -153,7 +153,9 @@ def _micro_batch(
     for number, sample in enumerate(samples):
         prompt, response = _prompt_ids(sample, use), sample.response_ids
         if not prompt:
-            raise ValueError(f"sample {sample.group_id}/{sample.index} has an empty prompt: nothing predicts its first token")
+            raise ValueError(
+                f"sample {sample.group_id}/{sample.index} has an empty prompt: nothing predicts its first token"
+            )
         first = len(input_ids) + len(prompt) - 1  # the prompt's last token predicts the first of the response
         input_ids += prompt + response
         positions += range(len(prompt) + len(response))
@@ -190,7 +192,9 @@ def _field(name: str, samples: Sequence[Sample], example: Tensor, defaults: Mapp
         elif name in defaults:
             parts.append(_repeated(name, example, defaults, len(sample.response_ids)))
         elif sample.response_ids:
-            raise ValueError(f"sample {sample.group_id}/{sample.index} has no tokens[{name!r}], others in its batch have")
+            raise ValueError(
+                f"sample {sample.group_id}/{sample.index} has no tokens[{name!r}], others in its batch have"
+            )
     return torch.cat(parts)
 
 

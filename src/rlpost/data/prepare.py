@@ -64,7 +64,9 @@ def prepare(
         "train": len(train),
         "eval": len(evaluation),
         "overlap": _overlap(train, evaluation),
-        "answers": dict(sorted(Counter(str(row["answer"])[:40] for row in rows).items())) if kind == "sciknoweval" else {},
+        "answers": dict(sorted(Counter(str(row["answer"])[:40] for row in rows).items()))
+        if kind == "sciknoweval"
+        else {},
         "files": [str(folder / "train.jsonl"), str(folder / "eval.jsonl")],
     }
     _write(folder / "summary.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
@@ -113,7 +115,9 @@ def _choices(choices: Any) -> tuple[list[str], list[str]]:
     else:
         labels, texts = [], []
     if len(labels) != len(texts) or len(labels) < 2:
-        raise DataError(f"choices has {len(labels)} labels and {len(texts)} texts: at least two of each, as many of both")
+        raise DataError(
+            f"choices has {len(labels)} labels and {len(texts)} texts: at least two of each, as many of both"
+        )
     return [str(label).strip() for label in labels], [str(text) for text in texts]
 
 

@@ -180,6 +180,8 @@ def _read_hub(source: str, bad: BadRows) -> Iterator[Row]:
         loaded = datasets.load_dataset(name, split=split or "train")
     except (OSError, ValueError, RuntimeError) as error:
         # OSError covers hub and network errors; ValueError an unknown split or configuration.
-        raise DataError(f"{source}: neither a file, a folder, nor a data set that `datasets` can load: {error}") from error
+        raise DataError(
+            f"{source}: neither a file, a folder, nor a data set that `datasets` can load: {error}"
+        ) from error
     for number, item in enumerate(loaded, 1):
         yield from _row(item, f"{source}:row {number}", bad)

@@ -34,7 +34,11 @@ def render_batch(
 
 
 def render_text(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, add_generation_prompt: bool = True, **kwargs: Any
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = True,
+    **kwargs: Any,
 ) -> str:
     if tokenizer.chat_template is None and kwargs.get("chat_template") is None:
         raise ValueError(

@@ -13,12 +13,14 @@ OPTION_LINE = re.compile(r"^[ \t]*\(?([A-Z])[ \t]*[:.)][ \t]*(\S.*)$", re.MULTIL
 
 # A letter stands alone where neither a word, a number with its unit, nor an apostrophe touches it.
 BEFORE, AFTER = r"(?<![\w'’°º\-])", r"(?![\w'’\-])"
-BRACKETED = re.compile(rf"[(\[]\s*([A-Za-z])\s*[)\]]")
-LABEL = re.compile(rf"{BEFORE}([A-Z])\s*[:.)](?!\w)|^\s*([a-z])\s*[:.)](?!\w)", re.MULTILINE)
-NAMED = re.compile(rf"\b(?:option|choice|answer|letter)s?(?:\s+is)?\s*:?\s*([A-Za-z]){AFTER}(?!\s+[a-z])", re.IGNORECASE)
+BRACKETED = re.compile(r"[(\[]\s*([A-Za-z])\s*[)\]]")
+LABEL = re.compile(rf"^\s*([A-Za-z])\s*(?:[:)]|\.(?!\w))|{BEFORE}([A-Z])\s*[:)]", re.MULTILINE)
+NAMED = re.compile(rf"\b(?:option|choice|answer|letter)s?(?:\s+is)?\s*:?\s*([A-Za-z]){AFTER}", re.IGNORECASE)
 CAPITAL = re.compile(rf"{BEFORE}([A-Z]){AFTER}")
 # "A protein folds" has an article (and "I think" a pronoun), "A or B" and "A is right" have a letter.
-PROSE = re.compile(r"\s+(?!(?:or|and|nor|not|is|was|are|because|since|as|but|with|only|seems|would|must|should)\b)[A-Za-z]{2,}")
+PROSE = re.compile(
+    r"[ \t]+(?!(?:or|and|nor|not|is|was|are|because|since|as|but|with|only|seems|would|must|should)\b)[A-Za-z]{2,}"
+)
 LATEX = re.compile(r"\\(?:boxed|text(?:bf|rm|tt|it)?|math(?:rm|bf|tt|it))\s*\{([^{}]*)\}")
 MARKUP = re.compile(r"[*`$]|\\[()\[\]]")
 
@@ -39,7 +41,9 @@ class Choice:
         options = row_options(sample) or dict.fromkeys(self.options or (), "")
         golden = str(sample.prompt.answer or "").strip().strip("().:").upper()
         if golden not in options:
-            raise ValueError(f"prompt {sample.prompt.id}: the answer {sample.prompt.answer!r} is none of {list(options)}")
+            raise ValueError(
+                f"prompt {sample.prompt.id}: the answer {sample.prompt.answer!r} is none of {list(options)}"
+            )
         block = self._block(sample)
         if block is None:
             if sample.finish_reason == "length":
@@ -86,24 +90,23 @@ def row_options(sample: Sample) -> dict[str, str]:
 
 def named_letters(block: str, options: Mapping[str, str]) -> list[str]:
     """The different option letters that an answer block names, in their order."""
-    text = _plain(block, options)
-    found = [(m.start(), next(g for g in m.groups() if g)) for p in (BRACKETED, LABEL, NAMED) for m in p.finditer(text)]
-    bare = text.strip(" \t\r\n.,;:!\"'")
-    if len(bare) == 1:
-        found.append((0, bare))
-    # Behind a leading "B: " stands the option's text, in which a lone capital is a unit or a name; a letter that is
-    # all of it is one more answer.
-    label = LABEL.match(text.lstrip()) or BRACKETED.match(text.lstrip())
-    rest = text.lstrip()[label.end() :].strip(" \t\r\n.,;:!\"'") if label else ""
+    text = _plain(block, options).strip(" \t\r\n.,;!\"'")
+    found = [(m.start(), m.group(1)) for m in BRACKETED.finditer(text)]
+    found += [(m.start(), m.group(1) or m.group(2)) for m in LABEL.finditer(text)]
+    found += [(m.start(1), m.group(1)) for m in NAMED.finditer(text) if not _is_prose(text, m)]
+    label = BRACKETED.match(text) or LABEL.match(text)
     if label is None:
         found += [(m.start(), m.group(1)) for m in CAPITAL.finditer(text) if not _is_prose(text, m)]
-    elif len(rest) == 1:
-        found.append((len(text), rest))
+    # Behind a leading "B: " stands the option's text, in which a lone capital is a unit or a name; only where it is
+    # nothing but a letter, it is one more answer.
+    alone = text[label.end() if label else 0 :].strip()
+    if len(alone) == 1:
+        found.append((len(text), alone))
     return list(dict.fromkeys(letter.upper() for _, letter in sorted(found) if letter.upper() in options))
 
 
 def _is_prose(text: str, match: re.Match[str]) -> bool:
-    return match.group(1) in "AI" and PROSE.match(text, match.end()) is not None
+    return match.group(1) in "AaIi" and PROSE.match(text, match.end()) is not None
 
 
 def _plain(block: str, options: Mapping[str, str]) -> str:
