@@ -76,14 +76,17 @@ class MicroBatch:
     sequence_N: Tensor  # int64: the sequence (0 … B−1) that response token n belongs to
     samples: list[Sample]  # B of them, in pack order; empty for a filler micro-batch
     fields: dict[str, Tensor] = field(default_factory=dict)  # [N, …], the samples' `tokens` one after the other
+    teacher_head: Tensor | None = None  # the teacher's local vocabulary shard [V / TP, H] beside `teacher_hidden`
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        moved = {k: v.to(device) for k, v in vars(self).items() if k not in ("max_seqlen", "samples", "fields")}
+        kept = ("max_seqlen", "samples", "fields", "teacher_head")
+        moved = {k: v.to(device) for k, v in vars(self).items() if k not in kept}
         return MicroBatch(
             **moved,
             max_seqlen=self.max_seqlen,
             samples=self.samples,
             fields={k: v.to(device) for k, v in self.fields.items()},
+            teacher_head=None if self.teacher_head is None else self.teacher_head.to(device),
         )
 
 
