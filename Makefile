@@ -1,5 +1,5 @@
 # Two commands on a fresh machine: `make quickstart` and `make test`.
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 # The torch to install; any requirement that pip understands, for instance TORCH="torch==2.13.0 --index-url URL".
 TORCH ?= torch==2.13.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,9 @@ from rlpost.feedback import build_feedback
 from rlpost.observe.observer import Observer
 from rlpost.parallel import all_gather_objects, init_distributed
 from rlpost.phases import Agreement, Bookkept, PhaseMachine, Resident
+from rlpost.policy.build import DTYPES
 from rlpost.policy.megatron import MegatronPolicy
-from rlpost.rewards.judge import Judge, build_reward
+from rlpost.rewards.judge import build_judge
 from rlpost.rollout.engine import SamplingParams
 from rlpost.rollout.engines import build_engine
 from rlpost.rollout.sampler import Sampler
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
     from rlpost.algorithms.base import Algorithm
     from rlpost.feedback.base import EnvironmentFeedback
+    from rlpost.rewards.judge import Judge
     from rlpost.rollout.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -93,6 +96,7 @@ def assemble(
     directory: Path,
     handlers: Mapping[str, Callable[[Any], None]],
     *,
+    steps_done: int = 0,
     data: Sequence[Mapping[str, Any]] | None = None,
     eval_data: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
     reward: Callable[[Sample], Any] | None = None,
@@ -105,15 +109,17 @@ def assemble(
     agreement = Agreement()
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     seed = config.run.seed
-    dataset = PromptDataset(config.data, tokenizer, config.data.train if data is None else data, seed)
-    eval_sets = _eval_sets(config, tokenizer, eval_data or {})
     algorithm = build_algorithm(config.algorithm)
+    dataset = PromptDataset(
+        config.data, tokenizer, data, seed, responses="rollout" not in algorithm.needs
+    )
+    eval_sets = _eval_sets(config, tokenizer, eval_data or {})
     feedback = None
     if config.feedback is not None:
         feedback = build_feedback(config.feedback)
         feedback.bind(tokenizer, seed=seed, chat_template_kwargs=config.data.chat_template_kwargs)
     given = reward if reward is not None else config.reward
-    judge = Judge(build_reward(given), feedback=feedback) if given is not None else None
+    judge = build_judge(given, feedback=feedback) if given is not None else None
 
     policy = MegatronPolicy(
         config.model,
@@ -123,7 +129,7 @@ def assemble(
         total_steps=config.trainer.steps * config.train.updates_per_rollout,
         seed=seed,
     )
-    engine = build_engine(config.engine, config.model)
+    engine = build_engine(config.engine, config.model.path, dtype=_engine_dtype(config))
     snapshots = SnapshotStore(policy.masters, policy.sync_from_masters)
     if "reference_logprobs" in algorithm.needs:
         snapshots.save(REFERENCE)
@@ -138,7 +144,7 @@ def assemble(
     teacher = None
     if config.teacher is not None:
         teacher = SwapTeacher(build_teacher_config(config.teacher), policy, snapshots, batcher)
-    observer = Observer(config, directory, rank=agreement.rank)
+    observer = Observer(config, directory, rank=agreement.rank, steps_done=steps_done)
     return Rooms(
         config=config,
         directory=directory,
@@ -182,24 +188,24 @@ def teacher_distance(rooms: Rooms) -> dict[str, float]:
     return {"ema/distance": (difference / student) ** 0.5}
 
 
+def _engine_dtype(config: Config) -> torch.dtype:
+    return DTYPES[config.model.dtype if config.engine.dtype == "auto" else config.engine.dtype]
+
+
 def _residents(policy: MegatronPolicy, engine: Engine) -> dict[str, Resident]:
     # Sizes alone: the CPU has one memory, nothing moves.
-    engine_bytes = sum(spec.bytes for spec in engine.expected_tensors().values())
-    sizes = {
-        "policy.weights": policy.weight_bytes,
-        "policy.gradients": policy.gradient_bytes,
-        "policy.optimizer": policy.optimizer_bytes,
-        "engine.weights": lambda: engine_bytes,
-        "engine.kv_cache": lambda: 0,
-    }
+    specs = engine.expected_tensors().values()
+    engine_bytes = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
+    sizes = {**policy.resident_bytes(), "engine.weights": engine_bytes, "engine.kv_cache": 0}
     return {name: Bookkept(size) for name, size in sizes.items()}
 
 
 def _eval_sets(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Mapping[str, Any]) -> list[EvalSet]:
     sets = []
     for name, given in {**config.data.eval, **rows}.items():
-        spec = dict(given) if isinstance(given, Mapping) else {"path": given}
-        prompts = PromptDataset(config.data, tokenizer, spec["path"], seed=0).prompts
+        spec = dict(given) if isinstance(given, Mapping) else {}
+        rows = spec["path"] if isinstance(given, Mapping) else given
+        prompts = PromptDataset(config.data, tokenizer, rows).prompts
         rollout = config.rollout
         params = SamplingParams(
             max_tokens=spec.get("max_response_tokens", rollout.max_response_tokens),

@@ -30,21 +30,22 @@ class EvalSet:
     samples: int = 1
 
 
-def evaluate(rooms: Rooms, step: int) -> tuple[dict[str, float], list[Sample]]:
-    """Metrics of every eval set, and its samples in row order. Every row exactly once, on any number of ranks."""
-    metrics: dict[str, float] = {}
-    everything: list[Sample] = []
+def evaluate(rooms: Rooms, step: int) -> dict[str, float]:
+    """Metrics of every eval set, written to the run. Every row exactly once, on any number of ranks."""
+    if rooms.judge is None:
+        raise ValueError("an evaluation needs a reward: choose reward=choice, reward=exact, or bring one")
+    found: dict[str, float] = {}
     for eval_set in rooms.eval_sets:
         samples = rooms.sampler.sample(
             eval_set.prompts, step, n=eval_set.samples, params=eval_set.params, stream=f"eval/{eval_set.name}"
         )
         rooms.judge.score(samples)
         samples = rooms.gather(samples)
-        metrics |= {f"eval/{eval_set.name}/{k}": v for k, v in eval_metrics(samples, eval_set.samples).items()}
-        for sample in samples:
-            sample.prompt = replace(sample.prompt, source=sample.prompt.source or eval_set.name)
-        everything += samples
-    return metrics, everything
+        metrics = eval_metrics(samples, eval_set.samples)
+        metrics = {f"eval/{eval_set.name}/{name}": value for name, value in metrics.items()}
+        rooms.observer.eval_done(step, eval_set.name, metrics, samples)
+        found |= metrics
+    return found
 
 
 def eval_metrics(samples: Sequence[Sample], n: int) -> dict[str, float]:

@@ -14,6 +14,7 @@ from rlpost.config.compose import ConfigError, differences, load_saved_config
 from rlpost.config.schema import Config
 from rlpost.weights.checkpoint import Checkpoint, CheckpointStore
 from rlpost.weights.export import save_pretrained
+from rlpost.weights.rank_state import rng_state, set_rng_state
 
 if TYPE_CHECKING:
     from rlpost.assemble import Rooms
@@ -80,7 +81,7 @@ def save_checkpoint(rooms: Rooms, step: int) -> Path:
         "optimizer": policy.optimizer_scalars(),
         "version": rooms.publisher.version,
     }
-    return rooms.checkpoints.save(step, tensors, state, {"torch_rng": torch.get_rng_state()})
+    return rooms.checkpoints.save(step, tensors, state, rng_state())
 
 
 def restore_checkpoint(rooms: Rooms, checkpoint: Checkpoint | None) -> int:
@@ -89,16 +90,15 @@ def restore_checkpoint(rooms: Rooms, checkpoint: Checkpoint | None) -> int:
         return 0
     policy, snapshots = rooms.policy, rooms.snapshots
     for kind in MOMENTS:
-        policy.load_optimizer_tensors(kind, checkpoint.tensors(kind))
+        policy.load_optimizer_tensors(kind, checkpoint.tensors(kind).__getitem__)
     policy.load_optimizer_scalars(checkpoint.state["optimizer"])
     for tag in snapshots.tags():
         snapshots.put(tag, policy.scatter_masters(checkpoint.tensors(f"tag.{tag}").__getitem__))
     rooms.data.load_state(checkpoint.state["data"])
     rooms.publisher.version = checkpoint.state["version"]
-    torch.set_rng_state(checkpoint.rank_state["torch_rng"])
-    step = checkpoint.state["step"]
-    rooms.observer.resumed(step)
-    return step
+    set_rng_state(checkpoint.rank_state)
+    log.info("resumed from %s", checkpoint.path)
+    return checkpoint.state["step"]
 
 
 def export(rooms: Rooms, step: int, directory: str | Path | None) -> Path:

@@ -69,18 +69,19 @@ class SwapTeacher:
         self.config, self.policy, self.snapshots = config, policy, snapshots
         self.batcher = batcher
         self.head: Tensor | None = None  # the teacher's output head [V / TP, H], as of the last score
+        self.blank: dict[str, Tensor] = {}  # one row [1, …] of zeros for each field of `score`
         if TAG not in snapshots.tags():
             snapshots.save(TAG)
 
     def score(self, update: Update) -> None:
-        """Sets teacher_hidden, teacher_lse, … in `sample.tokens` of every sample; zeros where the teacher has nothing
-        to say (distill_mask 0). Collective."""
+        """Sets teacher_hidden, teacher_lse, … in `sample.tokens` of every sample that has a teacher prompt; `blank`
+        stands for the others. Collective."""
         micros = self.batcher.pack(update, use="teacher")
         with self.snapshots.swap(TAG):
             results = self.policy.score(micros, teacher_fields)
             self.head = self.policy.head_weight().detach().clone()
+        self.blank = {name: torch.zeros_like(rows[:1]) for name, rows in results[0].items()}
         write_back(micros, results)
-        fill_untaught(update.samples)
 
     def after_optimizer_step(self) -> None:
         if self.config.update == "ema" and self.config.every == "step":
@@ -89,15 +90,3 @@ class SwapTeacher:
     def after_batch(self) -> None:
         if self.config.update == "ema" and self.config.every == "batch":
             self.snapshots.ema("student", TAG, self.config.alpha)
-
-
-def fill_untaught(samples: Sequence[Sample]) -> None:
-    """Every sample of a micro-batch has the same fields: zeros stand for "not scored", the mask for "not taught"."""
-    scored = next((s for s in samples if "teacher_hidden" in s.tokens), None)
-    for sample in samples:
-        count = len(sample.response_ids)
-        sample.tokens["distill_mask"] = torch.full((count,), float(sample.distill_mask))
-        for name in () if scored is None else [n for n in scored.tokens if n.startswith("teacher_")]:
-            if name not in sample.tokens:
-                like = scored.tokens[name]
-                sample.tokens[name] = like.new_zeros((count, *like.shape[1:]))

@@ -75,7 +75,13 @@ class Trainer:
         handlers = {name: getattr(self, f"_{name}") for name in PHASES}
         self.config = config
         self.rooms = assemble(
-            config, run_directory(config), handlers, data=data, eval_data=eval_data, reward=reward
+            config,
+            run_directory(config),
+            handlers,
+            steps_done=checkpoint.state["step"] if checkpoint else 0,
+            data=data,
+            eval_data=eval_data,
+            reward=reward,
         )
         self.step_number = restore_checkpoint(self.rooms, checkpoint)  # steps done
         self.last_metrics: dict[str, float] = {}
@@ -104,6 +110,7 @@ class Trainer:
         with self._signals():
             if self.step_number == 0 and self.config.trainer.eval_at_start:
                 self.evaluate()
+            self.rooms.observer.say(f"training from step {self.step_number} to {last}")
             while self.step_number < last and not self._stopping:
                 self.step()
                 if self._due(self.config.trainer.eval_every) and self.step_number < last:
@@ -133,7 +140,9 @@ class Trainer:
                 return {}
             self._stopping |= stop
         self.step_number += 1
-        self.last_metrics = self.rooms.observer.step_done(work, time.perf_counter() - start)
+        self.last_metrics = self.rooms.observer.step_done(
+            self.step_number, work.samples, work.metrics, time.perf_counter() - start
+        )
         return self.last_metrics
 
     def evaluate(self) -> dict[str, float]:
@@ -143,9 +152,7 @@ class Trainer:
         if not self.rooms.eval_sets:
             return {}
         self._ensure_published()
-        metrics, samples = evaluate(self.rooms, self.step_number)
-        self.rooms.observer.eval_done(self.step_number, metrics, samples)
-        return metrics
+        return evaluate(self.rooms, self.step_number)
 
     def generate(self, prompts: Sequence[str | list[dict[str, str]]], n: int = 1, **sampling: Any) -> list[list[str]]:
         """n responses to each prompt (text, or chat messages); sampling: temperature, top_p, top_k, max_tokens."""
@@ -187,7 +194,8 @@ class Trainer:
         from rlpost.data.templates import sft_samples
 
         prompts = self.rooms.data.next_batch(self.config.rollout.prompts_per_step)
-        samples = sft_samples(self.rooms.tokenizer, prompts, work.step, **self.config.data.chat_template_kwargs)
+        first = work.step * self.config.rollout.prompts_per_step  # group ids are unique in the run
+        samples = sft_samples(self.rooms.tokenizer, prompts, first, **self.config.data.chat_template_kwargs)
         work.samples = samples if self.rooms.agreement.rank == 0 else []
 
     def _rollout(self, work: StepWork) -> None:
@@ -221,10 +229,9 @@ class Trainer:
         for update in work.updates:
             if teacher is not None and steps and not work.last_skipped:
                 teacher.after_optimizer_step()  # after the last update: phase teacher_update
-            micros = self.rooms.batcher.pack(update)
-            if teacher is not None:
-                for micro in micros:
-                    micro.teacher_head = teacher.head
+            micros = self.rooms.batcher.pack(update, defaults=teacher.blank if teacher else None)
+            for micro in micros if teacher else []:
+                micro.teacher_head = teacher.head
             steps.append(self.rooms.policy.train_step(micros, self.rooms.algorithm.loss))
             work.last_skipped = bool(steps[-1]["train/skipped"])
             self._count_skipped(work.last_skipped)
@@ -259,6 +266,8 @@ class Trainer:
 
     def _count_skipped(self, skipped: bool) -> None:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        if skipped and not self.config.train.skip_nonfinite:
+            raise RuntimeError("the gradient is not finite (train.skip_nonfinite=false)")
         if self._skipped_in_a_row > self.config.train.max_skipped:
             raise RuntimeError(
                 f"{self._skipped_in_a_row} optimizer steps in a row had gradients that are not finite "

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import torch
 
-from rlpost.data.packing import assign, micro_batch_count, pack, unpack
+from rlpost.data.packing import Use, assign, micro_batch_count, pack, unpack
 from rlpost.losses.reduce import token_weights
 from rlpost.types import MicroBatch, Sample
 
@@ -62,19 +62,22 @@ class Batcher:
         parts = assign([len(sample.ids) for sample in samples], self.dp_size)
         count, teacher_count = (
             max(micro_batch_count(self._lengths(samples, part, use), self.max_tokens) for part in parts)
-            for use in ("student", "teacher")
+            for use in get_args(Use)
         )
         return Update([samples[i] for i in parts[self.dp_rank]], count, teacher_count)
 
-    def _lengths(self, samples: list[Sample], part: list[int], use: str) -> list[int]:
+    def _lengths(self, samples: list[Sample], part: list[int], use: Use) -> list[int]:
         if use == "student":
             return [len(samples[i].ids) for i in part]
         taught = (samples[i] for i in part if samples[i].distill_mask > 0)
         return [len(s.teacher_prompt_ids or s.prompt.ids) + len(s.response_ids) for s in taught]
 
-    def pack(self, update: Update, use: str = "student") -> list[MicroBatch]:
+    def pack(
+        self, update: Update, use: Use = "student", defaults: Mapping[str, Tensor] | None = None
+    ) -> list[MicroBatch]:
+        """This rank's micro-batches of an update. defaults: what stands in a field that a sample lacks (`pack`)."""
         count = update.micro_batches if use == "student" else update.teacher_micro_batches
-        return pack(update.samples, self.max_tokens, count=count, use=use)
+        return pack(update.samples, self.max_tokens, count=count, use=use, defaults=defaults)
 
 
 def write_back(micros: Sequence[MicroBatch], results: Sequence[Mapping[str, Tensor]]) -> None:

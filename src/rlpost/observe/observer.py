@@ -1,0 +1,128 @@
+"""Everything a run writes for people, behind a few calls. Rank 0 writes; the others only log their warnings."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlpost.config.compose import dump_config
+from rlpost.config.schema import Config
+from rlpost.observe.metrics import MetricsLog, read_metrics
+from rlpost.observe.plots import plot_run
+from rlpost.observe.progress import Progress, setup_logging, summary
+from rlpost.observe.records import RolloutRecords
+from rlpost.observe.timeline import Timeline
+from rlpost.observe.trackers import Trackers
+from rlpost.weights.shards import replace_text
+
+if TYPE_CHECKING:
+    from rlpost.phases import PhaseReport
+    from rlpost.types import Sample
+
+log = logging.getLogger(__name__)
+
+
+class Observer:
+    """metrics.jsonl, rollouts/, TensorBoard, plots/, timeline.json, log.txt, the progress line and the summary."""
+
+    def __init__(self, config: Config, directory: Path, *, rank: int = 0, steps_done: int = 0):
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory, self.writes = directory, rank == 0
+        self.last: dict[str, float] = {}
+        self._handler = setup_logging(directory, rank)
+        self._start = time.perf_counter()
+        self._phase_seconds: dict[str, float] = {}
+        self._peak_bytes = 0
+        if not self.writes:
+            return
+        replace_text(directory / "config.yaml", dump_config(config))
+        self._metrics, self._records = MetricsLog(directory), RolloutRecords(directory)
+        # A run that goes on writes its later steps again. Evaluations stand under the number of steps done before.
+        self._metrics.cut_after(steps_done)
+        self._records.cut_after(steps_done)
+        self._timeline = Timeline(directory, rank)
+        self._trackers = Trackers(
+            directory, tensorboard=config.tracker.tensorboard, wandb=config.tracker.wandb, name=config.run.name
+        )
+        self._progress = Progress(config.trainer.steps) if config.tracker.progress else None
+        self._keep_rollouts = config.tracker.rollouts
+
+    def phase_done(self, report: PhaseReport) -> None:
+        self._phase_seconds[report.name] = self._phase_seconds.get(report.name, 0.0) + report.seconds
+        self._peak_bytes = max(self._peak_bytes, report.peak_bytes)
+        if self.writes:
+            self._timeline.record(
+                report.name,
+                report.start,
+                report.start + report.seconds,
+                step=report.step,
+                moved_bytes=report.moved_bytes,
+                resident_bytes=report.resident_bytes,
+                peak_bytes=report.peak_bytes,
+            )
+
+    def step_done(
+        self, step: int, samples: Sequence[Sample], metrics: Mapping[str, float], seconds: float
+    ) -> dict[str, float]:
+        """step: steps done, this one included. Adds perf/… to the metrics and writes everything of the step."""
+        tokens = sum(len(sample.ids) for sample in samples)
+        self.last = {
+            **metrics,
+            "train/tokens": float(tokens),
+            "perf/step_s": seconds,
+            **{f"perf/{name}_s": took for name, took in self._phase_seconds.items()},
+            "perf/tokens_per_s": tokens / seconds,
+            "perf/peak_bytes": float(self._peak_bytes),
+        }
+        self._phase_seconds = {}
+        if self.writes:
+            self._metrics.write(step, self.last)
+            self._trackers.log(step, self.last)
+            if self._keep_rollouts:
+                self._records.write("train", step, samples)
+            if self._progress:
+                self._progress.update(step, self.last)
+        return {"step": step, **self.last}
+
+    def eval_done(self, step: int, name: str, metrics: Mapping[str, float], samples: Sequence[Sample]) -> None:
+        """An evaluation after `step` steps: a line of its own in metrics.jsonl."""
+        if not self.writes:
+            return
+        self._metrics.write(step, metrics)
+        self._trackers.log(step, metrics)
+        if self._keep_rollouts:
+            self._records.write("eval", step, samples, eval=name)
+        shown = ", ".join(f"{key.rsplit('/', 1)[1]} {value:.4g}" for key, value in metrics.items())
+        self.say(f"eval {name} after {step} steps: {shown}")
+
+    def say(self, message: str) -> None:
+        """A line for the person at the terminal, and for log.txt."""
+        log.info(message)
+        if self.writes and self._progress:
+            self._progress.say(message)
+
+    def plot(self) -> Any:
+        return plot_run(self.directory)
+
+    def finish(self, *, plots: bool) -> None:
+        """The end of a run: the pictures, and where everything is."""
+        if not self.writes:
+            return
+        if plots:
+            plot_run(self.directory)
+        if self._progress:
+            self._progress.close()
+            rows = read_metrics(self.directory)
+            print(summary(self.directory, rows, time.perf_counter() - self._start), file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self.writes:
+            if self._progress:
+                self._progress.close()
+            self._trackers.close()
+        logging.getLogger("rlpost").removeHandler(self._handler)
+        self._handler.close()

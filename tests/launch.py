@@ -1,0 +1,52 @@
+"""How tests start programs: one process, or ranks under torchrun, always with a time limit."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """One thread a process (ranks share the cores), no network, no torchrun variables of an outer job."""
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
+    return {**inherited, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **extra}
+
+
+def run_python(
+    arguments: Sequence[str], *, timeout: float = 120, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return _run([sys.executable, *arguments], timeout, cwd, env)
+
+
+def run_ranks(
+    arguments: Sequence[str],
+    ranks: int,
+    *,
+    timeout: float = 180,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """`torchrun --nproc-per-node ranks arguments…` on a free port."""
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}"]
+    return _run([sys.executable, *launcher, *arguments], timeout, cwd, env)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _run(
+    command: list[str], timeout: float, cwd: Path | None, env: Mapping[str, str] | None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env=environment(**(env or {})), cwd=cwd, timeout=timeout, capture_output=True, text=True, check=False
+    )
