@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlpost.policy.tiles import Projection, row_selector, statistics, stream_backward, tile_elements
+
+if TYPE_CHECKING:
+    from rlpost.types import MicroBatch
 
 
 @dataclass
@@ -112,6 +116,12 @@ class HiddenTargets:
         )
 
     @torch.no_grad()
+    def topk(self, k: int) -> tuple[Tensor, Tensor]:
+        """The teacher's k most likely ids [N, k] and their log-probs [N, k]; one pass over its logits."""
+        stats = statistics(self.projection(), None, k, entropy=False)
+        return stats.topk_ids_NK, stats.topk_logits_NK - self.lse_N[:, None]
+
+    @torch.no_grad()
     def logprobs_at(self, ids_NK: Tensor) -> Tensor:
         """The teacher's log-probs [N, K] of global ids [N, K], normalised over the whole vocabulary."""
         head = self.projection()
@@ -125,6 +135,19 @@ class HiddenTargets:
             hidden_RH1 = self.hidden_NH[rows, :, None].to(head.dtype)
             logits_NK[rows] = torch.bmm(weight_RKH, hidden_RH1)[..., 0].masked_fill_(~here_RK, 0.0)
         return head.sum_ranks(logits_NK).div_(self.temperature).sub_(self.lse_N[:, None])
+
+
+@torch.no_grad()
+def teacher_fields(head: Head, micro: MicroBatch) -> dict[str, Tensor]:
+    """What a teacher keeps of one forward pass over `micro` (see `Policy.score`): per response token its hidden state
+    and log-normaliser (`HiddenTargets` with its head), its entropy, and its log-prob of the sampled token."""
+    out = head.logprobs(micro.target_N, entropy=True)
+    return {
+        "teacher_hidden": head.hidden_NH.detach(),
+        "teacher_lse": out.lse_N,
+        "teacher_entropy": out.entropy_N,
+        "teacher_logprobs": out.logprobs_N,
+    }
 
 
 class _LogProbs(torch.autograd.Function):

@@ -1,0 +1,94 @@
+"""What every algorithm is: a dataclass of its Hydra keys, advantages of a step's samples, a loss on micro-batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from rlpost.losses.reduce import REDUCTIONS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlpost.policy.logits import Head
+    from rlpost.types import LossOutput, MicroBatch, Sample
+
+
+@dataclass
+class Algorithm:
+    """Fields are the keys of the Hydra group `algorithm`; a wrong value is a ValueError, all of them at once.
+
+    reduction: how the step's one denominator is counted (`losses/reduce.py`).
+    """
+
+    name: ClassVar[str]
+    reduction: str = "token_mean"
+
+    def __post_init__(self) -> None:
+        problems = list(self.problems())
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Of {"rollout", "teacher", "old_logprobs", "reference_logprobs"}, what this configuration uses.
+        "old_logprobs" matter only where a rollout batch gets more than one optimizer step."""
+        return frozenset()
+
+    @property
+    def group_relative(self) -> bool:
+        """Whether a group of one sample could teach nothing."""
+        return False
+
+    def prepare(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Sets per-token targets in `sample.tokens` from all samples of the step (every rank has them all), and
+        returns the metrics that are known here."""
+        return {}
+
+    def loss_masks(self, samples: Sequence[Sample]) -> list[list[int]]:
+        """Per sample, 1 for each response token that counts in the denominator and trains."""
+        return [sample.loss_mask for sample in samples]
+
+    def loss(self, head: Head, micro: MicroBatch) -> LossOutput:
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs beside the configuration."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+
+    def problems(self) -> Iterator[str]:
+        """One line for each field whose value is not allowed."""
+        yield from self.check_choice("reduction", REDUCTIONS)
+
+    def check_choice(self, field: str, allowed: Sequence[str | None]) -> Iterator[str]:
+        value = getattr(self, field)
+        if value not in allowed:
+            names = ", ".join("null" if a is None else a for a in allowed)
+            yield f"algorithm.{field}={value} is not allowed; allowed are {names}"
+
+    def check_number(
+        self, field: str, least: float = 0.0, most: float = math.inf, *, above: bool = False, optional: bool = False
+    ) -> Iterator[str]:
+        """least ≤ value ≤ most, or least < value where `above`."""
+        value = getattr(self, field)
+        if value is None and optional:
+            return
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not least <= value <= most or (above and value == least):
+            lower = f"a number {'above' if above else 'of at least'} {least:g}"
+            upper = "" if most == math.inf else f" and at most {most:g}"
+            yield f"algorithm.{field}={value} is not allowed; it is {lower}{upper}{', or null' if optional else ''}"
+
+    def check_flag(self, field: str) -> Iterator[str]:
+        if not isinstance(getattr(self, field), bool):
+            yield f"algorithm.{field}={getattr(self, field)} is not allowed; it is true or false"
+
+
+def live_field(micro: MicroBatch, name: str) -> Tensor:
+    """A per-token field [N] with 0 in the masked slots, whatever they held."""
+    return micro.fields[name].masked_fill(micro.fields["loss_mask"] <= 0, 0.0)

@@ -1,0 +1,58 @@
+"""Advantages of whole responses, relative to their group (by explicit id) or to a running baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+GROUP_ESTIMATORS = ("grpo", "rloo")
+
+
+def group_advantages(
+    rewards_B: Sequence[float], group_ids_B: Sequence[int], estimator: str = "grpo", *, normalize_std: bool = True
+) -> tuple[Tensor, int]:
+    """(advantages_B in fp32, number of groups whose rewards are all equal: they teach nothing).
+
+    grpo: r − mean, over std + 1e-6 (unbiased) unless normalize_std is off (https://arxiv.org/abs/2402.03300,
+    https://arxiv.org/abs/2503.20783); rloo: G/(G−1)·(r − mean) (https://arxiv.org/abs/2402.14740). Groups may be
+    uneven and interleaved; a group of one has advantage 0.
+    """
+    if estimator not in GROUP_ESTIMATORS:
+        raise ValueError(f"estimator={estimator!r}: must be one of {', '.join(GROUP_ESTIMATORS)}")
+    members: dict[int, list[int]] = {}
+    for position, group in enumerate(group_ids_B):
+        members.setdefault(group, []).append(position)
+    rewards = torch.as_tensor(rewards_B, dtype=torch.float64)
+    advantages = torch.zeros_like(rewards)
+    zero_std_groups = 0
+    for positions in members.values():
+        r = rewards[positions]
+        if r.max() == r.min():
+            zero_std_groups += 1
+            continue
+        centred = r - r.mean()
+        if estimator == "rloo":
+            advantages[positions] = centred * len(r) / (len(r) - 1)
+        else:
+            advantages[positions] = centred / (r.std() + 1e-6) if normalize_std else centred
+    return advantages.float(), zero_std_groups
+
+
+@dataclass
+class EmaBaseline:
+    """REINFORCE's running baseline: advantages are taken against its value *before* this step's rewards."""
+
+    decay: float = 0.9
+    value: float | None = None  # None: before the first step, whose own mean reward it takes
+
+    def advantages(self, rewards_B: Sequence[float]) -> Tensor:
+        rewards = torch.as_tensor(rewards_B, dtype=torch.float64)
+        mean = float(rewards.mean())
+        if self.value is None:
+            self.value = mean
+        advantages = rewards - self.value
+        self.value = self.decay * self.value + (1 - self.decay) * mean
+        return advantages.float()
