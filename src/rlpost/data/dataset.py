@@ -178,6 +178,8 @@ def _checked(prompt: Any, key: str) -> list[Message]:
 
 
 def _with_response(cfg: DataConfig, row: Row, messages: list[Message]) -> list[Message]:
+    if messages[0]["role"] == "assistant":
+        raise DataError("the conversation begins with an assistant turn")
     if messages[-1]["role"] == "assistant":
         return messages
     response = row.values.get("response")

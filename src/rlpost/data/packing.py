@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -175,7 +176,7 @@ def _micro_batch(
         input_ids_T=torch.tensor(input_ids),
         position_ids_T=torch.tensor(positions),
         cu_seqlens=torch.tensor(boundaries, dtype=torch.int32),
-        max_seqlen=max(b - a for a, b in zip(boundaries, boundaries[1:])),
+        max_seqlen=max(b - a for a, b in pairwise(boundaries)),
         predict_N=torch.tensor(predict),
         target_N=torch.tensor(targets),
         sequence_N=torch.tensor(sequences),

@@ -147,10 +147,10 @@ class SDPOFeedback(EnvironmentFeedback):
         messages = self._messages(sample, parts)
         ids = self._render(messages)
         cut = len(ids) > self.max_teacher_prompt_tokens
-        for name in ("demonstration", "feedback"):
+        for name in ("demonstration", "feedback") if cut else ():
             whole = getattr(parts, name)
             keep = self._count(whole)
-            while whole and len(ids) > self.max_teacher_prompt_tokens and keep > 0:
+            while keep > 0 and len(ids) > self.max_teacher_prompt_tokens:
                 keep = max(0, keep - (len(ids) - self.max_teacher_prompt_tokens))
                 setattr(parts, name, self._without_middle(whole, keep))
                 messages = self._messages(sample, parts)

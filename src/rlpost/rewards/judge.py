@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlpost.imports import accepted_keywords, check_keywords, import_object, resolve
+from rlpost.imports import check_keywords, resolve
 from rlpost.rewards import RewardResult
 from rlpost.rewards.choice import Choice
 from rlpost.rewards.exact import Exact
@@ -54,7 +54,7 @@ def build_reward(spec: Any) -> list[Reward]:
     if isinstance(spec, Mapping):
         spec = {key: value for key, value in spec.items() if key not in JUDGE_OPTIONS}
         spec = spec["rewards"] if set(spec) == {"rewards"} else [spec]
-    elif callable(spec) or isinstance(spec, str):
+    elif isinstance(spec, str) or not isinstance(spec, Sequence):
         spec = [spec]
     if not spec:
         raise ValueError("reward is an empty list: name one (choice, exact) or give a function")
@@ -104,9 +104,11 @@ def _name(target: Any) -> str:
 
 
 def _takes_group(fn: Callable[..., Any]) -> bool:
-    bound = fn if inspect.isroutine(fn) or isinstance(fn, functools.partial) else type(fn).__call__
-    names = accepted_keywords(bound) or []
-    return next((name in GROUP_PARAMETERS for name in names if name != "self"), False)
+    try:
+        parameters = list(inspect.signature(fn).parameters)
+    except ValueError:  # a builtin without a signature
+        return False
+    return bool(parameters) and parameters[0] in GROUP_PARAMETERS
 
 
 def build_judge(spec: Any, *, feedback: EnvironmentFeedback | None = None) -> Judge:
