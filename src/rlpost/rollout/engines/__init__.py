@@ -1,0 +1,27 @@
+"""The engines, by the name in `engine.name`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlpost.config.schema import EngineConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from rlpost.rollout.engine import Engine
+
+
+def build_engine(config: EngineConfig, model_path: str, *, dtype: torch.dtype) -> Engine:
+    """The engine that `config.name` names, not started. dtype: of its weights and activations."""
+    if config.name == "torch":
+        if config.extra:
+            raise ValueError(f"engine.extra={config.extra}: the torch engine takes no further arguments")
+        if config.tensor_parallel != 1:
+            raise ValueError(f"engine.tensor_parallel={config.tensor_parallel}: the torch engine has 1")
+        from rlpost.rollout.engines.torch import TorchEngine
+
+        return TorchEngine(model_path, dtype=dtype, max_batch=config.max_batch)
+    if config.name == "sglang":
+        raise NotImplementedError("engine.name=sglang: this version of rlpost has no SGLang engine yet; use torch")
+    raise ValueError(f"engine.name={config.name!r}: one of torch, sglang")
