@@ -55,7 +55,7 @@ def save_pretrained(
             _write_companions(beside, Path(source), tokenizer, dtype, card)
         except (OSError, ValueError) as failure:
             error = failure
-    _agree(error, final)
+    _agree(error, final, beside)
     cast = ((name, t.to(dtype) if t.is_floating_point() else t) for name, t in hf_tensors)
     shards, error = write_shards(beside, "model", cast, shard_bytes=shard_bytes, writes=lambda _: writing)
     if writing and error is None:
@@ -63,9 +63,7 @@ def save_pretrained(
             _finish(beside, final, shards)
         except OSError as failure:
             error = failure
-    if writing and error is not None:
-        shutil.rmtree(beside, ignore_errors=True)
-    _agree(error, final)
+    _agree(error, final, beside)
     return final
 
 
@@ -160,7 +158,9 @@ def _plain(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
-def _agree(error: Exception | None, target: Path) -> None:
+def _agree(error: Exception | None, target: Path, beside: Path) -> None:
+    if error is not None:
+        shutil.rmtree(beside, ignore_errors=True)  # the next export sweeps up what cannot go now
     errors = [message for message in all_gather_objects(None if error is None else str(error)) if message is not None]
     if errors:
         raise ExportError(f"export to {target}: {errors[0]}") from error
