@@ -80,6 +80,8 @@ def test_a_broken_row_is_named_by_file_and_line(tmp_path, changes, reason):
     path = write(tmp_path / "a.jsonl", [upstream(0), upstream(1, **changes)])
     with pytest.raises(DataError, match=rf"a\.jsonl:2: .*{reason}"):
         prepare("sciknoweval", path, tmp_path / "out")
+    summary = prepare("sciknoweval", path, tmp_path / "out", on_bad_row="skip")
+    assert summary["train"] == 1 and sum(summary["left_out"].values()) == 1
 
 
 def test_no_rows_wrong_kind_and_wrong_ratio_are_errors(tmp_path):

@@ -135,6 +135,20 @@ def test_real_rows_score_each_of_their_options(domain):
                 assert named_letters(answer, options) == [label], (row.where, answer)
 
 
+@pytest.mark.parametrize(
+    "text", ["\n" * 20_000 + "?", "(" * 5_000, "\\boxed{" * 2_000, "A " * 5_000, "<answer>" * 2_000]
+)
+def test_no_response_takes_long_to_read(text):
+    begun = time.monotonic()
+    Choice(boxed=True)(sample(answered(text)))
+    Choice(boxed=True)(sample(text))
+    assert time.monotonic() - begun < 5
+
+
+def test_nothing_to_score():
+    assert Judge(length).score([]) == {"reward/errors": 0.0, "reward/timeouts": 0.0}
+
+
 def test_exact():
     assert Exact()(sample(" 42 \n", answer=42)).score == 1.0
     assert Exact()(sample("Paris", answer="paris")).score == 0.0

@@ -32,20 +32,28 @@ class Unsuitable(Exception):
 
 
 def prepare(
-    kind: str, src: str | Path | Sequence[str | Path], out: str | Path, eval_ratio: float = 0.1, seed: int = 42
+    kind: str,
+    src: str | Path | Sequence[str | Path],
+    out: str | Path,
+    eval_ratio: float = 0.1,
+    seed: int = 42,
+    on_bad_row: str = "error",
 ) -> dict[str, Any]:
     """Read `src` (a file, a folder, several), convert, split by a seeded permutation and write to the folder `out`.
 
     Returns the summary that is also in `out/summary.json`: rows read and left out by reason, train and eval rows,
-    answers, and the prompts that stand in both (`overlap`). Raises DataError for a broken row (file and line), for
-    0 rows, and ValueError for an unknown kind or a ratio outside [0, 1).
+    answers, and the prompts that stand in both (`overlap`). Raises DataError for a broken row (file and line; with
+    on_bad_row="skip" it is left out and counted), for 0 rows, and ValueError for an unknown kind or a ratio outside
+    [0, 1).
     """
     if kind not in KINDS:
         raise ValueError(f"there is no kind {kind!r}; there are {', '.join(KINDS)}")
     if not 0 <= eval_ratio < 1:
         raise ValueError(f"eval_ratio={eval_ratio} is not allowed; it is at least 0 and below 1")
-    read = read_rows(src, BadRows("error"))
-    rows, left_out = _convert(read, KINDS[kind])
+    bad = BadRows(on_bad_row)
+    read = read_rows(src, bad)
+    rows, unsuitable = _convert(read, KINDS[kind], bad)
+    left_out = unsuitable + bad.counts
     if not rows:
         raise DataError(f"no {kind} row among {len(read)} rows of {src}: {dict(left_out)}")
     held_out = _held_out(len(rows), eval_ratio, seed)
@@ -143,16 +151,17 @@ KINDS: dict[str, Callable[[Mapping[str, Any], int], dict[str, Any]]] = {
 
 
 def _convert(
-    read: Sequence[Row], convert: Callable[[Mapping[str, Any], int], dict[str, Any]]
+    read: Sequence[Row], convert: Callable[[Mapping[str, Any], int], dict[str, Any]], bad: BadRows
 ) -> tuple[list[dict[str, Any]], Counter[str]]:
-    rows, left_out = [], Counter()
+    rows: list[dict[str, Any]] = []
+    left_out: Counter[str] = Counter()
     for row in read:
         try:
             rows.append(convert(row.values, len(rows)))
         except Unsuitable as reason:
             left_out[str(reason)] += 1
         except DataError as error:
-            raise DataError(f"{row.where}: {error}") from error
+            bad.report(row.where, str(error))
     return rows, left_out
 
 

@@ -13,8 +13,8 @@ OPTION_LINE = re.compile(r"^[ \t]*\(?([A-Z])[ \t]*[:.)][ \t]*(\S.*)$", re.MULTIL
 
 # A letter stands alone where neither a word, a number with its unit, nor an apostrophe touches it.
 BEFORE, AFTER = r"(?<![\w'’°º\-])", r"(?![\w'’\-])"
-BRACKETED = re.compile(r"[(\[]\s*([A-Za-z])\s*[)\]]")
-LABEL = re.compile(rf"^\s*([A-Za-z])\s*(?:[:)]|\.(?!\w))|{BEFORE}([A-Z])\s*[:)]", re.MULTILINE)
+BRACKETED = re.compile(r"[(\[][ \t]*([A-Za-z])[ \t]*[)\]]")
+LABEL = re.compile(rf"^[ \t]*([A-Za-z])[ \t]*(?:[:)]|\.(?!\w))|{BEFORE}([A-Z])[ \t]*[:)]", re.MULTILINE)
 NAMED = re.compile(rf"\b(?:option|choice|answer|letter)s?(?:\s+is)?\s*:?\s*([A-Za-z]){AFTER}", re.IGNORECASE)
 CAPITAL = re.compile(rf"{BEFORE}([A-Z]){AFTER}")
 # "A protein folds" has an article (and "I think" a pronoun), "A or B" and "A is right" have a letter.

@@ -24,7 +24,8 @@ def run_all(calls: Sequence[Callable[[], Any]], timeout: float, workers: int) ->
     """Each call's result, or the exception that it raised; TimeoutError after `timeout` seconds of running.
 
     Calls may be sync or return an awaitable. One that hangs is left behind in a daemon thread, which neither holds up
-    the others nor the end of the process; its late result is nobody's.
+    the others nor the end of the process; its late result is nobody's. A call that never gives the interpreter back
+    (one regular expression that backtracks for hours) stops every thread: it must bring a time limit of its own.
     """
     results: list[Any] = [None] * len(calls)
     done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
