@@ -116,7 +116,7 @@ class Engine(Protocol):
         ...
 
     def expected_tensors(self) -> dict[str, TensorSpec]:
-        """Hugging Face names, shapes and dtypes of every weight that a publish must bring (a tied head is sent once)."""
+        """Hugging Face names, shapes and dtypes of every weight that a publish must bring (a tied head comes once)."""
         ...
 
     def pause(self) -> None:

@@ -25,7 +25,7 @@ COMPACT_BELOW = 0.75  # of the rows still alive: then the finished ones are drop
 
 
 class KVCache:
-    """Keys and values of `rows` sequences of at most `length` tokens; what Transformers' layers call to cache theirs."""
+    """Keys and values of `rows` sequences of at most `length` tokens; what Transformers' layers call to cache them."""
 
     def __init__(self, config, rows: int, length: int, dtype: torch.dtype, device: torch.device):
         heads = config.num_key_value_heads

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +52,7 @@ class TorchEngine:
         self.version = 0
         self._model: nn.Module | None = None
         self._cache: KVCache | None = None
-        self._serving = False
+        self._serving = self._complete = False  # complete: all weights arrived and are packed
         self._asleep: set[Tag] = set()
         self._arrived: set[str] = set()
         self._running = threading.Lock()  # held by whatever computes
@@ -111,10 +111,7 @@ class TorchEngine:
             raise EngineNotReady("sleep: the engine is computing; drain it first")
         try:
             if "weights" in tags:
-                self._serving = False
-                self._arrived.clear()
-                for linear in self._linears:
-                    linear.unpack()
+                self._give_up_weights()
                 for weight in self._weights.values():
                     release(weight)
             if "kv_cache" in tags:
@@ -138,10 +135,8 @@ class TorchEngine:
         self._check_started("pause")
         self._serving = False
         with self._running:  # waits for what runs
-            self._arrived.clear()
             if "weights" not in self._asleep:
-                for linear in self._linears:
-                    linear.unpack()
+                self._give_up_weights()
 
     def load_bucket(self, bucket: Bucket) -> None:
         self._check_loading("load_bucket")
@@ -154,17 +149,19 @@ class TorchEngine:
                 self._arrived.add(name)
 
     def flush(self) -> None:
-        """There is no prefix cache: every `generate` computes its prompts anew."""
+        """Pack the weights. There is no prefix cache: every `generate` computes its prompts anew."""
         self._check_loading("flush")
         if missing := [name for name in self._specs if name not in self._arrived]:
             raise EngineNotReady(
                 f"{len(missing)} of {len(self._specs)} tensors have not arrived since pause: {', '.join(missing[:5])}"
             )
-
-    def commit(self, version: int) -> None:
-        self.flush()
         for linear in self._linears:
             linear.pack()
+        self._complete = True
+
+    def commit(self, version: int) -> None:
+        if not self._complete:
+            raise EngineNotReady("commit: flush the loaded weights first")
         self.version = version
         self._serving = True
 
@@ -185,11 +182,17 @@ class TorchEngine:
     def close(self) -> None:
         """Give everything back. Only `start` can follow."""
         self.abort()
-        self._serving = False
+        self._serving = self._complete = False
         with self._running:
             self._model = self._cache = None
             self._weights, self._specs, self._linears = {}, {}, []
             self._asleep.clear()
+
+    def _give_up_weights(self) -> None:
+        self._serving = self._complete = False
+        self._arrived.clear()
+        for linear in self._linears:
+            linear.unpack()
 
     def _hidden_before(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> Tensor:
         """[R, H]: the last hidden state before each scored token, sequence after sequence."""
@@ -225,7 +228,7 @@ class TorchEngine:
             if asleep := [tag for tag in needs if tag in self._asleep]:
                 raise EngineNotReady(f"{what}: {', '.join(asleep)} asleep; wake first")
             if not self._serving:
-                why = "nothing was published yet" if self.version == 0 else "its weights were given up by pause or sleep"
+                why = "its weights were given up by pause or sleep" if self.version else "nothing was published yet"
                 raise EngineNotReady(f"{what}: the engine does not serve before the next commit ({why})")
             with torch.inference_mode():
                 yield
@@ -236,8 +239,8 @@ class TorchEngine:
 
     def _check_loading(self, what: str) -> None:
         self._check_started(what)
-        if self._serving:
-            raise EngineNotReady(f"{what}: the engine serves; pause it first")
+        if self._serving or self._complete:
+            raise EngineNotReady(f"{what}: the engine holds a whole set of weights; pause it first")
         if "weights" in self._asleep:
             raise EngineNotReady(f"{what}: the weights are asleep; wake them first")
 
@@ -284,7 +287,8 @@ def _batches_by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list
 
 def _check_supported(config, model_path: str) -> None:
     if config.model_type not in MODEL_TYPES:
-        raise ValueError(f"{model_path}: model_type {config.model_type!r}; the torch engine has {', '.join(MODEL_TYPES)}")
+        known = ", ".join(MODEL_TYPES)
+        raise ValueError(f"{model_path}: model_type {config.model_type!r}; the torch engine has {known}")
     if other := set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
         raise ValueError(f"{model_path}: layer_types {sorted(other)}; the torch engine has full_attention only")
 
@@ -292,10 +296,8 @@ def _check_supported(config, model_path: str) -> None:
 def _eos_ids(config, model_path: str) -> tuple[int, ...]:
     """All end-of-sequence ids of config.json and, where there is one, generation_config.json."""
     sources = [config]
-    try:
+    with suppress(OSError):  # the file is optional
         sources.append(GenerationConfig.from_pretrained(model_path))
-    except OSError:  # the file is optional
-        pass
     ids: set[int] = set()
     for source in sources:
         eos = source.eos_token_id

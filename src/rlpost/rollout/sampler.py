@@ -1,0 +1,115 @@
+"""The sampler: prompts of a step in, this rank's samples out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import fmean, pstdev
+from typing import Any
+
+from rlpost.config.schema import RolloutConfig
+from rlpost.rollout.engine import Completion, Engine, Request, SamplingParams
+from rlpost.types import Prompt, Sample
+
+
+class Sampler:
+    """Samples this rank's share of the prompts on this rank's engine.
+
+    Every leader (first rank of its engine's tensor-parallel group) is given the same prompts and takes an even,
+    contiguous part of them (`rollout.schedule: static`); all samples of a prompt stay on one engine, which computes
+    the prompt once. What is sampled does not depend on the number of leaders.
+    """
+
+    def __init__(
+        self, engine: Engine, tokenizer: Any, config: RolloutConfig, *, seed: int, leader: int = 0, leaders: int = 1
+    ):
+        if not 0 <= leader < leaders:
+            raise ValueError(f"leader={leader}: 0 … {leaders - 1}")
+        self.engine, self.tokenizer, self.config = engine, tokenizer, config
+        self.seed, self.leader, self.leaders = seed, leader, leaders
+        self.params = SamplingParams(
+            max_tokens=config.max_response_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            stop_token_ids=tuple(config.stop_token_ids),
+        )
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        step: int,
+        *,
+        n: int | None = None,
+        params: SamplingParams | None = None,
+        stream: str = "train",
+    ) -> list[Sample]:
+        """n samples of each prompt of this rank's share, group after group.
+
+        prompts: those of all ranks, the same list on each. n and params: by default the configuration's. stream:
+        "train" or "eval/<name>"; streams draw different random numbers.
+        """
+        n, params = n or self.config.samples_per_prompt, params or self.params
+        first, last = (len(prompts) * k // self.leaders for k in (self.leader, self.leader + 1))
+        drawn = [(position, index) for position in range(first, last) for index in range(n)]
+        requests = [
+            Request(prompts[p].ids, params, sample_seed(self.seed, stream, step, prompts[p].id, p, i)) for p, i in drawn
+        ]
+        completions = self.engine.generate(requests) if requests else []
+        return [self._sample(prompts[p], group_id(step, p), i, c) for (p, i), c in zip(drawn, completions)]
+
+    def _sample(self, prompt: Prompt, group: int, index: int, completion: Completion) -> Sample:
+        masked = self.config.mask_truncated and completion.finish_reason == "length"
+        return Sample(
+            prompt=prompt,
+            group_id=group,
+            index=index,
+            response_ids=completion.ids,
+            response=self.tokenizer.decode(completion.ids, skip_special_tokens=True),
+            rollout_logprobs=completion.logprobs,
+            loss_mask=[0 if masked else 1] * len(completion.ids),
+            finish_reason=completion.finish_reason,
+            version=completion.version,
+        )
+
+
+def group_id(step: int, position: int) -> int:
+    """Unique in a run for a prompt's position among the prompts of a step."""
+    return step << 32 | position
+
+
+def sample_seed(seed: int, stream: str, step: int, prompt_id: int, position: int, index: int) -> int:
+    """A 63-bit seed, the same in every process and on any number of ranks. The position keeps a prompt that is drawn
+    twice in one step from giving the same samples twice."""
+    key = f"{seed}\x1f{stream}\x1f{step}\x1f{prompt_id}\x1f{position}\x1f{index}"
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Lengths, finish reasons and, where all samples are judged, rewards. Give it the samples of all ranks: a mean of
+    ranks' means is not the mean."""
+    if not samples:
+        return {}
+    lengths = [len(sample.response_ids) for sample in samples]
+    reasons = [sample.finish_reason for sample in samples]
+    metrics = {
+        "rollout/samples": float(len(samples)),
+        "rollout/prompt_tokens/mean": fmean(len(sample.prompt.ids) for sample in samples),
+        "rollout/response_tokens/mean": fmean(lengths),
+        "rollout/response_tokens/max": float(max(lengths)),
+        "rollout/truncated_fraction": reasons.count("length") / len(samples),
+        "rollout/aborted_fraction": reasons.count("abort") / len(samples),
+    }
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    if len(rewards) == len(samples):
+        groups = defaultdict(list)
+        for sample, reward in zip(samples, rewards):
+            groups[sample.group_id].append(reward)
+        metrics |= {
+            "rollout/reward/mean": fmean(rewards),
+            "rollout/reward/std": pstdev(rewards),
+            "rollout/reward/max": max(rewards),
+            "rollout/equal_reward_groups": fmean(min(g) == max(g) for g in groups.values()),
+        }
+    return metrics
