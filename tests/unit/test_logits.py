@@ -88,6 +88,7 @@ def test_divergence_equals_dense(dtype, alpha, chunk_tokens):
     teacher = HiddenTargets(t_hidden, t_lse, t_weight, V, temperature=1.3)
     head = Head(hidden, weight, temperature=1.3, vocab_size=V, chunk_tokens=chunk_tokens)
     value, kl = head.divergence(teacher, alpha)
+    assert value.requires_grad and not kl.requires_grad
 
     S, Q = dense_logprobs(hidden, weight, 1.3), dense_logprobs(t_hidden, t_weight, 1.3)
     oracle = dense_divergence(S, Q, alpha)

@@ -32,10 +32,24 @@ class CorrectedAlgorithm(Algorithm):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from self.check_choice("correction", (None, *CORRECTIONS))
-        yield from self.check_number("correction_low", optional=True)
-        yield from self.check_number("correction_high", above=True, optional=True)
+        wrong = [
+            *self.check_number("correction_low", optional=True),
+            *self.check_number("correction_high", above=True, optional=True),
+        ]
+        yield from wrong
         if self.correction is None and (self.correction_low, self.correction_high) != (None, None):
             yield "algorithm.correction_low and algorithm.correction_high bound algorithm.correction, which is null"
+        if self.correction in CORRECTIONS and not wrong:
+            low, high = self.correction_bounds()
+            if low > high:
+                yield f"algorithm.correction_low={low} is not allowed; it is at most correction_high={high}"
+
+    def correction_bounds(self) -> tuple[float, float]:
+        low, high = CORRECTIONS[self.correction]
+        return (
+            low if self.correction_low is None else self.correction_low,
+            high if self.correction_high is None else self.correction_high,
+        )
 
     def prepare(self, samples: Sequence[Sample]) -> dict[str, float]:
         for sample in samples:
@@ -48,14 +62,9 @@ class CorrectedAlgorithm(Algorithm):
         metrics = mismatch_metrics(old_N, rollout_N, mask_N)
         if self.correction is None:
             return torch.ones_like(logp_N), metrics
+        low, high = self.correction_bounds()
         factor_N, cut = correction_weights(
-            self.correction,
-            old_N,
-            rollout_N,
-            sequence_N=micro.sequence_N,
-            mask_N=mask_N,
-            low=self.correction_low,
-            high=self.correction_high,
+            self.correction, old_N, rollout_N, sequence_N=micro.sequence_N, mask_N=mask_N, low=low, high=high
         )
         return factor_N, metrics | cut
 

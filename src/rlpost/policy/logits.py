@@ -226,12 +226,13 @@ class _Divergence(torch.autograd.Function):
                 mean_f_N[rows] += (1 - alpha) * torch.linalg.vecdot(s, log_s.sub_(log_m))
                 value_N[rows] += alpha * torch.linalg.vecdot(q, log_q.sub_(log_m))
         value_N, kl_N, mean_f_N = head.sum_ranks(torch.stack([value_N, kl_N, mean_f_N]))
-        value_N = kl_N.clone() if alpha == 0 else value_N + mean_f_N
+        # Rounding may leave −1e−8 where student and teacher agree.
+        kl_N = kl_N.clamp_min(0.0)
+        value_N = kl_N.clone() if alpha == 0 else (value_N + mean_f_N).clamp_min(0.0)
         ctx.head, ctx.teacher, ctx.alpha = head, teacher, alpha
         ctx.save_for_backward(hidden_NH, weight_VH, lse_N, mean_f_N)
         ctx.mark_non_differentiable(kl_N)
-        # Rounding may leave −1e−8 where student and teacher agree.
-        return value_N.clamp_min_(0.0), kl_N.clamp_min(0.0)
+        return value_N, kl_N
 
     @staticmethod
     @once_differentiable
