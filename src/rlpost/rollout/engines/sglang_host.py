@@ -31,7 +31,7 @@ READY = 0  # the id of the first answer: the engine is up, or why not
 # One setting, named differently by different releases: the first name that the installed one knows is taken.
 RENAMED = {"cuda_graph_max_bs_decode": ("cuda_graph_max_bs_decode", "cuda_graph_max_bs")}
 # Settings that save time or avoid collisions where a release has them, and that nothing depends on.
-OPTIONAL = ("disable_prefill_cuda_graph", "nccl_port", "disable_piecewise_cuda_graph")
+OPTIONAL = ("disable_prefill_cuda_graph", "nccl_port")
 
 
 class Unserved(RuntimeError):

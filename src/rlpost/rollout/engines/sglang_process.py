@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import logging
 import os
@@ -85,7 +86,8 @@ class EngineProcess:
         theirs.close()
         atexit.register(self.close)
         self._connection.send(dict(arguments))
-        threading.Thread(target=self._read, name="sglang-engine", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name="sglang-engine", daemon=True)
+        self._reader.start()
         try:
             self.info: dict[str, str] = self._wait_until_ready(ready, timeout_s)
         except BaseException:
@@ -119,29 +121,29 @@ class EngineProcess:
         """End the engine's processes and no others. May be called again."""
         atexit.unregister(self.close)
         self._closing = True
-        if self._process.poll() is None and not keep_log:
+        if not keep_log and self._process.poll() is None:
             self._hang_up()
-            try:
-                self._process.wait(CLOSE_S)
-            except subprocess.TimeoutExpired:
-                log.warning("the SGLang engine did not end within %.0f s; killing it", CLOSE_S)
         self._kill_group()
-        self._hang_up()
+        self._reader.join()
+        self._connection.close()
         self._fail_pending()
         if not keep_log and self._process.returncode == 0:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def _hang_up(self) -> None:
-        with self._lock:
-            if not self._connection.closed:
+        """Ask the engine to end, and wait until it has given its memory back."""
+        try:
+            with self._lock:
                 self._connection.send(None)
-                self._connection.close()
+            self._process.wait(CLOSE_S)
+        except BrokenPipeError:
+            pass  # it died a moment ago
+        except subprocess.TimeoutExpired:
+            log.warning("the SGLang engine did not end within %.0f s; killing it", CLOSE_S)
 
     def _kill_group(self) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):  # nothing is left of it
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # nothing is left of it
         self._process.wait()
 
     def _read(self) -> None:
@@ -182,9 +184,15 @@ class EngineProcess:
                     raise
                 elapsed = time.monotonic() - start
                 if elapsed >= timeout_s:
-                    raise TimeoutError(f"the SGLang engine did not start within {timeout_s:.0f} s{self._tail()}") from None
+                    raise TimeoutError(
+                        f"the SGLang engine did not start within {timeout_s:.0f} s{self._tail()}"
+                    ) from None
                 last = (self._lines() or ["no output yet"])[-1]
                 log.info("SGLang engine starting, %.0f s: %s", elapsed, last[:200])
+            except EngineDied:
+                raise
+            except RuntimeError as error:
+                raise EngineDied(f"the SGLang engine did not start ({error}){self._tail()}") from error
             else:
                 log.info("SGLang %s serves after %.1f s", info["release"], time.monotonic() - start)
                 return info
