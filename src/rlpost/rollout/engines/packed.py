@@ -1,8 +1,8 @@
 """Linear layers whose weights lie in oneDNN's blocked layout.
 
 A decode step multiplies a few rows by every weight of the model. On a CPU `F.linear` repacks a plain weight in every
-call and reaches a fraction of the memory's bandwidth; a weight that was reordered once is about twice as fast at 16 rows,
-in fp32 and in bf16, and no slower at a thousand.
+call and reaches a fraction of the memory's bandwidth; a weight that was reordered once is about twice as fast at 16
+rows, in fp32 and in bf16, and no slower at a thousand.
 """
 
 from __future__ import annotations
