@@ -55,7 +55,7 @@ def test_every_sample_of_a_run_has_a_seed_of_its_own():
 
 def test_samples_carry_what_the_engine_said():
     tokenizer = tiny_tokenizer()
-    ids = tokenizer.encode("ab", add_special_tokens=False) + [tokenizer.eos_token_id]
+    ids = [*tokenizer.encode("ab", add_special_tokens=False), tokenizer.eos_token_id]
     sample = sampler(EchoEngine()).sample([Prompt(0, [], ids)], 0, n=1)[0]
     assert sample.response == "ab" and sample.response_ids == ids
     assert sample.rollout_logprobs == [-0.5] * 3 and sample.loss_mask == [1, 1, 1]
