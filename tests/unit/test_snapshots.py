@@ -1,6 +1,9 @@
 import pytest
 import torch
+from tiny_policy import cross_entropy, micro_batch, tiny_model
 
+from rlpost.config.schema import ModelConfig, OptimConfig, ParallelConfig
+from rlpost.policy.megatron import MegatronPolicy
 from rlpost.weights.snapshots import SnapshotStore
 
 
@@ -117,24 +120,31 @@ def test_ema_rejects_a_rate_outside_its_range(store, alpha):
         store.ema("student", "teacher", alpha)
 
 
-def test_ema_follows_an_fp64_oracle_over_500_steps_at_a_small_learning_rate():
-    """bf16 would not move 83 % of these weights: a step of α·lr is far below its resolution."""
-    generator = torch.Generator().manual_seed(1)
-    live = {"w": 0.02 * torch.randn(64, 64, generator=generator)}
-    initial = live["w"].double()
-    store = SnapshotStore(lambda: live, lambda: None)
+def test_ema_of_a_policy_follows_an_fp64_oracle_over_500_steps_at_a_small_learning_rate(tmp_path):
+    """A bf16 EMA would not move most weights: α·lr is far below its resolution. The experiment can tell them apart."""
+    policy = MegatronPolicy(
+        ModelConfig(path=str(tiny_model(tmp_path, layers=1))), OptimConfig(lr=1e-6), ParallelConfig()
+    )
+    store = SnapshotStore(policy.masters, policy.sync_from_masters)
     store.save("teacher")
-    oracle = live["w"].double()
-    in_bf16 = live["w"].bfloat16()
+    initial = {name: tensor.double() for name, tensor in policy.masters().items()}
+    oracle, in_bf16 = clone(initial), {name: tensor.bfloat16() for name, tensor in initial.items()}
+    batch = micro_batch(0, length=8)
     for _ in range(500):
-        live["w"] -= 1e-6 * torch.randn(64, 64, generator=generator).sign()
-        live["w"] -= 1e-6
+        policy.train_step([batch], cross_entropy)
         store.ema("student", "teacher", 0.01)
-        oracle = 0.99 * oracle + 0.01 * live["w"].double()
-        in_bf16 = (0.99 * in_bf16 + 0.01 * live["w"].bfloat16()).bfloat16()
-    moved = (oracle - initial).norm()
-    assert (store.tensors("teacher")["w"].double() - oracle).norm() < 2e-3 * moved
-    assert (in_bf16.double() - oracle).norm() > 0.1 * moved  # the experiment can tell
+        for name, live in policy.masters().items():
+            oracle[name].lerp_(live.double(), 0.01)
+            in_bf16[name].lerp_(live.bfloat16(), 0.01)
+
+    def error(tensors):
+        flat = torch.cat([tensors[name].double().flatten() - oracle[name].flatten() for name in oracle])
+        return flat.norm().item()
+
+    moved = error(initial)
+    assert moved > 0
+    assert error(store.tensors("teacher")) < 0.01 * moved
+    assert error(in_bf16) > 0.5 * moved
 
 
 def test_ema_refuses_half_precision():

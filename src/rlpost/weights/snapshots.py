@@ -1,6 +1,6 @@
 """Named copies of a rank's weights in host memory: the teacher's EMA, a reference, the weights before a swap.
 
-One store per rank, over the fp32 master shards that the rank's optimizer owns; nothing here is collective.
+One store per rank, over the fp32 master shards that the rank's optimizer owns.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from rlpost.parallel import world_size
 from rlpost.weights.buckets import tensor_digest
 
 STUDENT = "student"  # names the live weights, unless a copy was saved under this very tag
@@ -21,8 +22,11 @@ class SnapshotStore:
     """Tags over the live weights.
 
     live: returns the rank's tensors by name; writing to them changes the masters. sync: pushes the masters into the
-    model. With CUDA tensors the copies live in pinned memory and travel on a side stream: the device's current stream
-    waits for it before its next kernel, the host before it reads.
+    model, collectively, so that `load` and `swap` are collective too.
+
+    With CUDA tensors the copies live in pinned memory and travel on a side stream: the device's current stream waits
+    for it before its next kernel, the host before it reads.
+
     Every operation raises ValueError, naming the tensor, where keys, shapes or dtypes differ; KeyError for an unknown
     tag; RuntimeError where weights would be read or written while `swap` has others in the model.
     """
@@ -111,7 +115,10 @@ class SnapshotStore:
     @contextmanager
     def swap(self, tag: str) -> Iterator[None]:
         """Inside, the model holds `tag`; after, also after an exception, the former weights again, bit by bit. What is
-        written to the live weights inside is lost. Costs one more copy of the weights meanwhile."""
+        written to the live weights inside is lost. Costs one more copy of the weights meanwhile.
+
+        A rank that fails alone must not wait for the others in `sync`: after an exception with several ranks the live
+        weights are the former ones, and the model has them again with the next `sync` (the phase's retry, or none)."""
         self._refuse_while_swapped(f"swap({tag!r})")
         loaded = self._find(tag)
         live = self._live()
@@ -122,8 +129,13 @@ class SnapshotStore:
         try:
             self._into_model(tag, loaded)
             yield
-        finally:
             self._into_model("the former weights", former)
+        except BaseException:
+            self._copy_all(former, live)
+            if world_size() == 1:
+                self._sync()
+            raise
+        finally:
             self._swapped = None
             self._wait()  # `former` goes back to the allocator only now
 

@@ -1,0 +1,149 @@
+"""What the ranks of test_checkpoint.py do: `save` trains, saves, fails, resumes; `load` reads under another layout."""
+
+import errno
+import json
+import sys
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tiny_policy import cross_entropy, micro_batch
+
+from rlpost.config.schema import ModelConfig, OptimConfig, ParallelConfig
+from rlpost.parallel import init_distributed, rank, world_size
+from rlpost.policy.megatron import MegatronPolicy
+from rlpost.weights import shards
+from rlpost.weights.buckets import tensor_digest
+from rlpost.weights.checkpoint import CheckpointError, CheckpointStore
+from rlpost.weights.snapshots import SnapshotStore
+
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+TEACHER = "teacher"
+
+
+class Run:
+    def __init__(self, model: Path, tensor: int = 1):
+        self.policy = MegatronPolicy(
+            ModelConfig(path=str(model)), OptimConfig(lr=1e-3), ParallelConfig(tensor=tensor), total_steps=10
+        )
+        self.snapshots = SnapshotStore(self.policy.masters, self.policy.sync_from_masters)
+        self.snapshots.save(TEACHER)
+
+    def step(self, number: int) -> None:
+        self.policy.train_step(
+            [micro_batch(10 * number + self.policy.mesh.dp_rank, ranks=self.policy.mesh.dp_size)], cross_entropy
+        )
+        self.snapshots.ema("student", TEACHER, 0.1)
+
+    def kinds(self) -> dict:
+        tensors = {kind: partial(self.policy.optimizer_tensors, kind) for kind in KINDS}
+        return tensors | {TEACHER: partial(self.policy.gather_masters, self.snapshots.tensors(TEACHER))}
+
+    def restore(self, checkpoint) -> None:
+        for kind in KINDS:
+            self.policy.load_optimizer_tensors(kind, checkpoint.tensors(kind).__getitem__)
+        self.policy.load_optimizer_scalars(checkpoint.state["optimizer"])
+        self.snapshots.put(TEACHER, self.policy.scatter_masters(checkpoint.tensors(TEACHER).__getitem__))
+
+    def digests(self) -> dict:
+        return {kind: {name: tensor_digest(t) for name, t in iterate()} for kind, iterate in self.kinds().items()}
+
+
+def save(model: Path, directory: Path) -> None:
+    run = Run(model)
+    for number in range(2):
+        run.step(number)
+    store = CheckpointStore(directory / "checkpoints", shard_bytes=20_000)
+    state = {"optimizer": run.policy.optimizer_scalars()}
+    path = store.save(2, run.kinds(), state, {"rank": rank()})
+    saved, teacher = run.digests(), run.snapshots.hash(TEACHER)
+    if rank() == 0:
+        (directory / "saved.json").write_text(json.dumps(saved))
+    disk_full_on_one_rank(store, run)
+    run.step(2)
+    unbroken = run.digests()
+
+    resumed = Run(model)
+    checkpoint = store.load("latest")
+    assert checkpoint.path == path and checkpoint.rank_state == {"rank": rank()}
+    resumed.restore(checkpoint)
+    assert resumed.snapshots.hash(TEACHER) == teacher
+    resumed.step(2)
+    assert resumed.digests() == unbroken != saved
+    truncated_file(store)
+    lone_failure_inside_a_swap(resumed)
+
+
+def disk_full_on_one_rank(store: CheckpointStore, run: Run) -> None:
+    write = shards._File._write
+
+    def full(self, data):
+        if rank() == 1 and self.shard.name.startswith("exp_avg-"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, data)
+
+    shards._File._write = full
+    try:
+        store.save(3, run.kinds(), {})
+    except CheckpointError as error:
+        print(f"rank {rank()}: {error}", flush=True)
+    shards._File._write = write
+    assert store.load().step == 2 and store.steps() == [2]
+    assert not (store.directory / "step_000003.tmp").exists()
+
+
+def truncated_file(store: CheckpointStore) -> None:
+    """Only the rank that sums a file sees that a bit is wrong; all refuse it."""
+    if rank() == 0:
+        file = store.directory / "step_000002" / "master-00000.safetensors"
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    dist.barrier()
+    try:
+        store.load()
+    except CheckpointError as error:
+        print(f"rank {rank()}: {error}", flush=True)
+    dist.barrier()
+    if rank() == 0:
+        file.write_bytes(whole)
+    dist.barrier()
+
+
+def lone_failure_inside_a_swap(run: Run) -> None:
+    """Rank 1 must come out of the swap while rank 0 is still inside and joins no collective."""
+    before = run.snapshots.hash("student")
+    store = dist.distributed_c10d._get_default_store()
+    try:
+        with run.snapshots.swap(TEACHER):
+            assert run.snapshots.hash(TEACHER) != before
+            if rank() == 0:
+                store.wait(["rank 1 is out"], timedelta(seconds=20))
+            raise ZeroDivisionError
+    except ZeroDivisionError:
+        store.set(f"rank {rank()} is out", "")
+    assert run.snapshots.hash("student") == before
+    with run.snapshots.swap(TEACHER):  # a retry
+        pass
+    assert run.snapshots.hash("student") == before
+    print(f"rank {rank()} done", flush=True)
+
+
+def load(model: Path, directory: Path, tensor: int) -> None:
+    run = Run(model, tensor)
+    run.restore(CheckpointStore(directory / "checkpoints").load())
+    assert run.digests() == json.loads((directory / "saved.json").read_text())
+    run.step(2)
+    print(f"rank {rank()} of {world_size()} done", flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    init_distributed(timeout_s=60)
+    what, model, directory, *rest = sys.argv[1:]
+    if what == "save":
+        save(Path(model), Path(directory))
+    else:
+        load(Path(model), Path(directory), int(rest[0]))
+    dist.destroy_process_group()
