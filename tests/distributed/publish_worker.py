@@ -4,7 +4,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from tiny_models import hf_tensors, save_tiny_model
+from engine_models import hf_tensors, save_engine_model
 
 from rlpost.rollout.engine import EngineNotReady, Request, SamplingParams
 from rlpost.rollout.engines.torch import TorchEngine
@@ -43,7 +43,7 @@ class Failing(TorchEngine):
 def main(directory: str) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    model = save_tiny_model(f"{directory}/{rank}")
+    model = save_engine_model(f"{directory}/{rank}")
     engine = Failing(f"{directory}/{rank}", dtype=torch.float32)
     engine.start()
     publisher = Publisher(GatheringPolicy(model), engine, bucket_bytes=2000, verify="first", retries=0)

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from tiny_models import hf_tensors, save_tiny_model
+from engine_models import hf_tensors, save_engine_model
 
 from rlpost.rollout.engine import EngineNotReady, Request, SamplingParams
 from rlpost.rollout.engines.torch import TorchEngine
@@ -106,7 +106,7 @@ def test_digests_know_values_shape_and_dtype_but_not_strides():
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_tensor_arrives_after_a_reset(tmp_path, tied, dtype):
-    model = save_tiny_model(tmp_path, tied=tied)
+    model = save_engine_model(tmp_path, tied=tied)
     engine = start(tmp_path, dtype)
     publisher = Publisher(ModelPolicy(model), engine, bucket_bytes=3000, verify="always")
     metrics = publisher.publish()
@@ -124,7 +124,7 @@ def test_every_tensor_arrives_after_a_reset(tmp_path, tied, dtype):
 
 
 def test_bucket_sizes_do_not_change_what_is_served(tmp_path):
-    model = save_tiny_model(tmp_path)
+    model = save_engine_model(tmp_path)
     digests = []
     for bucket_bytes in (1 << 10, 1 << 30):
         engine = start(tmp_path)
@@ -141,21 +141,21 @@ def test_bucket_sizes_do_not_change_what_is_served(tmp_path):
     ],
 )
 def test_what_does_not_fit_is_named_before_anything_is_sent(tmp_path, name, tensor, message):
-    model, engine = save_tiny_model(tmp_path), start(tmp_path)
+    model, engine = save_engine_model(tmp_path), start(tmp_path)
     engine.load_bucket = lambda bucket: pytest.fail("something was sent")
     with pytest.raises(PublishError, match=message):
         Publisher(Replaced(model, name, tensor), engine).publish()
 
 
 def test_a_tensor_that_the_engine_lacks_is_named(tmp_path):
-    untied = save_tiny_model(tmp_path / "untied", tied=False)
-    save_tiny_model(tmp_path / "tied")
+    untied = save_engine_model(tmp_path / "untied", tied=False)
+    save_engine_model(tmp_path / "tied")
     with pytest.raises(PublishError, match="the engine lacks 'lm_head.weight'"):
         Publisher(ModelPolicy(untied), start(tmp_path / "tied")).publish()
 
 
 def test_a_failed_publish_leaves_the_version_and_a_retry_takes_the_same_candidate(tmp_path):
-    model, engine = save_tiny_model(tmp_path), start(tmp_path)
+    model, engine = save_engine_model(tmp_path), start(tmp_path)
     publisher = Publisher(ModelPolicy(model), engine, bucket_bytes=3000, retries=0)
     publisher.publish()
     load, calls = engine.load_bucket, []
@@ -181,7 +181,7 @@ def test_a_failed_publish_leaves_the_version_and_a_retry_takes_the_same_candidat
 
 
 def test_verification_finds_a_changed_tensor(tmp_path):
-    model, engine = save_tiny_model(tmp_path), start(tmp_path)
+    model, engine = save_engine_model(tmp_path), start(tmp_path)
     digest = engine.digest
     engine.digest = lambda: {**digest(), "model.norm.weight": "0" * 64}
     with pytest.raises(PublishError, match=r"1 of \d+ tensors differ after loading: model.norm.weight"):

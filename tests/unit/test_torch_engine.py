@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from tiny_models import VOCABULARY, hf_tensors, load_weights, save_tiny_model
+from engine_models import VOCABULARY, hf_tensors, load_weights, save_engine_model
 from transformers import GenerationConfig
 
 from rlpost.config.schema import EngineConfig
@@ -17,7 +17,7 @@ PROMPTS = [[5, 9, 2, 44], [7], [5, 9, 2, 44], list(range(10, 40)), [3, 3, 8]]
 
 
 def make(directory, *, max_batch=64, dtype=torch.float32, **model_fields):
-    model = save_tiny_model(directory, **model_fields)
+    model = save_engine_model(directory, **model_fields)
     engine = TorchEngine(str(directory), dtype=dtype, max_batch=max_batch)
     engine.start()
     return model, engine
@@ -90,7 +90,7 @@ def test_seeds_differ_and_repeat(served):
 
 
 def test_every_eos_of_both_configurations_stops_and_is_part_of_the_response(tmp_path):
-    model = save_tiny_model(tmp_path, eos_token_id=[11, 12])
+    model = save_engine_model(tmp_path, eos_token_id=[11, 12])
     GenerationConfig(eos_token_id=[12, 13]).save_pretrained(tmp_path)
     engine = TorchEngine(str(tmp_path), dtype=torch.float32)
     engine.start()
@@ -280,7 +280,7 @@ def test_mistakes_are_named(tmp_path, served):
     with pytest.raises(ValueError, match="one of torch, sglang"):
         build_engine(EngineConfig(name="vllm"), "nowhere", dtype=torch.float32)
     assert engine.generate([]) == []
-    save_tiny_model(tmp_path, "qwen2", use_sliding_window=True, max_window_layers=1, sliding_window=4)
+    save_engine_model(tmp_path, "qwen2", use_sliding_window=True, max_window_layers=1, sliding_window=4)
     with pytest.raises(ValueError, match="sliding_attention"):
         TorchEngine(str(tmp_path), dtype=torch.float32)
     cold = build_engine(EngineConfig(), engine.config._name_or_path, dtype=torch.float32)
