@@ -69,6 +69,13 @@ class Rooms:
     feedback: EnvironmentFeedback | None
     teacher: SwapTeacher | None
     checkpoints: CheckpointStore
+    engine_started: bool = False
+
+    def start_engine(self) -> None:
+        """Before its first use: a run that only trains on rows never has one."""
+        if not self.engine_started:
+            self.engine.start()
+            self.engine_started = True
 
     def gather(self, samples: Sequence[Sample]) -> list[Sample]:
         """Every rank's samples on every rank, in the order of group and index."""
@@ -87,7 +94,8 @@ class Rooms:
             write_back(micros, [{kind: result["logprobs"]} for result in results])
 
     def close(self) -> None:
-        self.engine.close()
+        if self.engine_started:
+            self.engine.close()
         self.observer.close()
 
 
@@ -194,9 +202,11 @@ def _engine_dtype(config: Config) -> torch.dtype:
 
 def _residents(policy: MegatronPolicy, engine: Engine) -> dict[str, Resident]:
     # Sizes alone: the CPU has one memory, nothing moves.
-    specs = engine.expected_tensors().values()
-    engine_bytes = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
-    sizes = {**policy.resident_bytes(), "engine.weights": engine_bytes, "engine.kv_cache": 0}
+    def engine_bytes() -> int:
+        return sum(math.prod(s.shape) * s.dtype.itemsize for s in engine.expected_tensors().values())
+
+    sizes = {name: lambda size=size: size for name, size in policy.resident_bytes().items()}
+    sizes |= {"engine.weights": engine_bytes, "engine.kv_cache": lambda: 0}
     return {name: Bookkept(size) for name, size in sizes.items()}
 
 

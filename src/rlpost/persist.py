@@ -78,6 +78,7 @@ def save_checkpoint(rooms: Rooms, step: int) -> Path:
     state = {
         "step": step,
         "data": rooms.data.state(),
+        "algorithm": rooms.algorithm.state_dict(),
         "optimizer": policy.optimizer_scalars(),
         "version": rooms.publisher.version,
     }
@@ -96,6 +97,7 @@ def restore_checkpoint(rooms: Rooms, checkpoint: Checkpoint | None) -> int:
         snapshots.put(tag, policy.scatter_masters(checkpoint.tensors(f"tag.{tag}").__getitem__))
     rooms.data.load_state(checkpoint.state["data"])
     rooms.publisher.version = checkpoint.state["version"]
+    rooms.algorithm.load_state_dict(checkpoint.state["algorithm"])
     set_rng_state(checkpoint.rank_state)
     log.info("resumed from %s", checkpoint.path)
     return checkpoint.state["step"]

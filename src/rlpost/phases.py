@@ -120,10 +120,10 @@ class Resident(Protocol):
 class Bookkept:
     """A resident where there is no device to move to: only its size is known."""
 
-    size: int
+    size: Callable[[], int]
 
     def bytes(self) -> int:
-        return self.size
+        return self.size()
 
     def onload(self) -> None:
         """Nothing moves on the CPU."""

@@ -216,9 +216,10 @@ class Trainer:
         work.metrics |= rollout_metrics(work.samples)
         work.metrics |= self.rooms.algorithm.prepare(work.samples)
         work.updates = self.rooms.batcher.updates(work.samples)
-        for kind in ("old_logprobs", "reference_logprobs"):
-            if kind in self.rooms.algorithm.needs:
-                self.rooms.score_logprobs(kind, work.updates)
+        if "reference_logprobs" in self.rooms.algorithm.needs:
+            self.rooms.score_logprobs("reference_logprobs", work.updates)
+        if "old_logprobs" in self.rooms.algorithm.needs and len(work.updates) > 1:
+            self.rooms.score_logprobs("old_logprobs", work.updates)  # of one update they are its own log-probs
 
     def _teach(self, work: StepWork) -> None:
         for update in work.updates:
@@ -256,6 +257,7 @@ class Trainer:
     # What the phases lean on.
 
     def _publish_now(self, step: int, metrics: dict[str, float]) -> None:
+        self.rooms.start_engine()
         metrics |= self.rooms.publisher.publish()
         self._published_at = step
 

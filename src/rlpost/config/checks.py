@@ -6,10 +6,13 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlpost.config.compose import ConfigError
 from rlpost.config.schema import Config
+
+if TYPE_CHECKING:
+    from rlpost.algorithms.base import Algorithm
 
 CHOICES = {
     "model.impl": ("auto", "local", "transformer_engine"),
@@ -67,24 +70,23 @@ def _mistakes(config: Config, objects: frozenset[str]) -> Iterator[str]:
     for key, least in AT_LEAST.items():
         if (value := _get(config, key)) < least:
             yield f"{key}={value} is not allowed; it is at least {least}"
-    yield from _component_mistakes(config, objects)
     yield from _file_mistakes(config, objects)
-    yield from _phase_mistakes(config)
-
-
-def _component_mistakes(config: Config, objects: frozenset[str]) -> Iterator[str]:
+    yield from _parallel_mistakes(config)
     from rlpost.algorithms import build_algorithm
-    from rlpost.feedback import build_feedback
-    from rlpost.rewards.judge import build_reward
-    from rlpost.teacher import build_teacher_config
 
     try:
         algorithm = build_algorithm(config.algorithm)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, ImportError) as error:
         yield from str(error).splitlines()
         return
-    samples_rollouts = "rollout" in algorithm.needs
-    if samples_rollouts:
+    yield from _algorithm_mistakes(config, algorithm, objects)
+    yield from _component_mistakes(config, objects)
+    yield from _phase_mistakes(config, algorithm)
+
+
+def _algorithm_mistakes(config: Config, algorithm: Algorithm, objects: frozenset[str]) -> Iterator[str]:
+    """What the algorithm needs of the other groups."""
+    if "rollout" in algorithm.needs:
         if config.rollout.temperature <= 0:
             yield (
                 f"rollout.temperature={config.rollout.temperature} is not allowed in training: log-probs are those at "
@@ -92,6 +94,8 @@ def _component_mistakes(config: Config, objects: frozenset[str]) -> Iterator[str
             )
         if config.reward is None and "reward" not in objects:
             yield f"algorithm.name={algorithm.name} needs a reward: choose reward=choice, reward=exact, or bring one"
+    elif config.data.eval and config.reward is None and "reward" not in objects:
+        yield "data.eval needs a reward: choose reward=choice, reward=exact, or bring one"
     if algorithm.group_relative and config.rollout.samples_per_prompt < 2:
         yield (
             f"rollout.samples_per_prompt={config.rollout.samples_per_prompt} is not allowed with "
@@ -101,17 +105,25 @@ def _component_mistakes(config: Config, objects: frozenset[str]) -> Iterator[str
         if config.teacher is None:
             yield f"algorithm.name={algorithm.name} needs a teacher: choose teacher=ema or teacher=static"
         if config.feedback is None:
-            yield f"algorithm.name={algorithm.name} needs feedback: choose feedback=sdpo (or golden, opsd, opd)"
+            yield f"algorithm.name={algorithm.name} needs feedback: choose one of feedback=sdpo, golden, opsd, opd"
     elif config.teacher is not None:
         yield f"teacher is set, but algorithm.name={algorithm.name} has no use for one: choose teacher=none"
     vocabulary = _model_config(config).get("vocab_size")
-    top_k = getattr(algorithm, "top_k", 0)
-    if vocabulary and top_k and top_k > vocabulary:
+    top_k = getattr(algorithm, "top_k", 0) if getattr(algorithm, "mode", None) == "topk" else 0
+    if vocabulary and top_k > vocabulary:
         yield f"algorithm.top_k={top_k} is larger than the model's vocabulary of {vocabulary}"
+
+
+def _component_mistakes(config: Config, objects: frozenset[str]) -> Iterator[str]:
+    """What the classes of teacher, feedback and reward say of their own fields."""
+    from rlpost.feedback import build_feedback
+    from rlpost.rewards.judge import build_judge
+    from rlpost.teacher import build_teacher_config
+
     for name, values, build in (
         ("teacher", config.teacher, build_teacher_config),
         ("feedback", config.feedback, build_feedback),
-        ("reward", None if "reward" in objects else config.reward, build_reward),
+        ("reward", None if "reward" in objects else config.reward, build_judge),
     ):
         if values is None:
             continue
@@ -122,7 +134,6 @@ def _component_mistakes(config: Config, objects: frozenset[str]) -> Iterator[str
         except (ValueError, TypeError, ImportError) as error:
             lines = str(error).splitlines() or [type(error).__name__]
             yield from (line if line.startswith(name) else f"{name}: {line}" for line in lines)
-    yield from _parallel_mistakes(config)
 
 
 def _parallel_mistakes(config: Config) -> Iterator[str]:
@@ -167,7 +178,7 @@ def _missing_file(key: str, source: Any) -> Iterator[str]:
         yield f"{key}={source} does not exist"
 
 
-def _phase_mistakes(config: Config) -> Iterator[str]:
+def _phase_mistakes(config: Config, algorithm: Algorithm) -> Iterator[str]:
     from rlpost.trainer import PHASES, RESIDENTS
 
     names = [phase.name for phase in config.phases]
@@ -186,12 +197,15 @@ def _phase_mistakes(config: Config) -> Iterator[str]:
     doubled = sorted({n for n in names if names.count(n) > 1})
     if doubled:
         yield f"phases names {', '.join(doubled)} more than once"
-    needs = {"sft": {"read"}}.get(config.algorithm.get("name", ""), {"rollout", "judge", "publish"}) | {"train"}
-    if config.teacher is not None:
-        needs |= {"teach"} | ({"teacher_update"} if config.teacher.get("update", "ema") == "ema" else set())
-    missing = sorted(needs - set(names))
+    needs = {"rollout", "judge", "publish"} if "rollout" in algorithm.needs else {"read"}
+    needs |= {"prepare", "train"}
+    if "teacher" in algorithm.needs:
+        needs.add("teach")
+        if config.teacher and config.teacher.get("update") != "static":
+            needs.add("teacher_update")
+    missing = [name for name in PHASES if name in needs - set(names)]
     if names and missing:
-        yield f"phases lacks {', '.join(missing)}, which algorithm.name={config.algorithm.get('name')} needs"
+        yield f"phases lacks {', '.join(missing)}, which algorithm.name={algorithm.name} needs: choose another phases=…"
 
 
 def _model_config(config: Config) -> dict[str, Any]:
