@@ -43,9 +43,7 @@ def init_distributed(timeout_s: float = 1800.0) -> None:
         # A store in a file needs no free port, so that many single processes can start at once.
         path = os.path.join(tempfile.mkdtemp(prefix="rlpost-"), "store")
         where = {"store": dist.FileStore(path, 1), "rank": 0, "world_size": 1}
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_cuda else "gloo", timeout=timedelta(seconds=timeout_s), **where
-    )
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo", timeout=timedelta(seconds=timeout_s), **where)
 
 
 def rank() -> int:

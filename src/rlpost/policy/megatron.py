@@ -161,10 +161,12 @@ class MegatronPolicy:
         hidden states is a part of the sum: Megatron's two regions add the parts up in the backward.
         """
         if self._model.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=True, group=self.mesh.tp_group
+            )
         rows_NH = hidden.squeeze(1).index_select(0, micro.predict_N)
         if not self._model.config.sequence_parallel:
-            rows_NH = copy_to_tensor_model_parallel_region(rows_NH)
+            rows_NH = copy_to_tensor_model_parallel_region(rows_NH, group=self.mesh.tp_group)
         return Head(
             rows_NH,
             self.head_weight(),
@@ -213,6 +215,17 @@ class MegatronPolicy:
     def scatter_masters(self, get: GetTensor) -> dict[str, Tensor]:
         """New shards shaped like `masters()` from whole tensors by Hugging Face name: the inverse of gathering."""
         return self._shards.scatter(get)
+
+    def resident_bytes(self) -> dict[str, int]:
+        """Bytes of this rank's weights, gradient buffers, and optimizer state (masters apart from weights, moments)."""
+        weights = sum(p.numel() for p in self._model.module.parameters())
+        shard = sum(master.numel() for master in self.masters().values())
+        low_precision = DTYPES[self.config.dtype] is not torch.float32
+        return {
+            "policy.weights": weights * DTYPES[self.config.dtype].itemsize,
+            "policy.gradients": weights * 4,
+            "policy.optimizer": shard * (12 if low_precision else 8),
+        }
 
     # Optimizer state, for checkpoints that any layout can read
 

@@ -72,9 +72,7 @@ class MasterShards:
         hf_map: the names on disk.
     """
 
-    def __init__(
-        self, model: DistributedDataParallel, optimizer: MegatronOptimizer, hf_map: HFMap, mesh: Mesh
-    ) -> None:
+    def __init__(self, model: DistributedDataParallel, optimizer: MegatronOptimizer, hf_map: HFMap, mesh: Mesh) -> None:
         self._model, self._optimizer, self._map, self._mesh = model, optimizer, hf_map, mesh
         names = {parameter: name for name, parameter in model.module.named_parameters()}
         self._parameters: dict[str, _Parameter] = {}

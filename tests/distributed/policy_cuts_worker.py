@@ -1,0 +1,178 @@
+"""Runs under torchrun: one fixed step under several cuts, each against plain PyTorch. Writes results.json.
+
+Arguments: directory, then layouts such as `dp2`, `tp2`, `tp2-sp`, `tp2-sp-dp2`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tiny_models import (
+    OPTIM,
+    Oracle,
+    largest_difference,
+    load_model,
+    make_policy,
+    pack,
+    policy_loss,
+    random_sequences,
+    token_mean,
+)
+
+from rlpost.config.schema import OptimConfig
+from rlpost.parallel import init_distributed
+from rlpost.policy.megatron import MegatronPolicy
+from rlpost.types import LossOutput, MicroBatch
+
+KINDS = ("llama-tied", "qwen2", "qwen3")
+# Very unequal shares of two or four ranks: a few tokens, many, and only one-token responses.
+SHARES = [[(3, 4), (1, 1)], [(5, 60), (12, 33), (2, 30)], [(9, 4), (6, 6), (4, 11)], [(3, 1), (8, 1)]]
+
+
+def parallel(layout: str) -> dict:
+    return {"tensor": 2 if "tp2" in layout else 1, "sequence": "sp" in layout}
+
+
+def sequences_of(seed: int) -> list[list[dict]]:
+    return [random_sequences(seed * 10 + i, share) for i, share in enumerate(SHARES)]
+
+
+def micros_of(policy: MegatronPolicy, shares: list[list[dict]], masked_rank: int | None = None) -> list[MicroBatch]:
+    """This data-parallel rank's shares, one micro-batch each."""
+    if masked_rank is not None:
+        per_rank = len(shares) // policy.mesh.dp_size
+        for share in shares[masked_rank * per_rank : (masked_rank + 1) * per_rank]:
+            for sequence in share:
+                sequence["loss_mask"].zero_()
+    total = token_mean([sequence for share in shares for sequence in share])
+    per_rank = len(shares) // policy.mesh.dp_size
+    mine = shares[policy.mesh.dp_rank * per_rank : (policy.mesh.dp_rank + 1) * per_rank]
+    return [pack(share, total) for share in mine]
+
+
+def flat(shares: list[list[dict]]) -> list[dict]:
+    return [sequence for share in shares for sequence in share]
+
+
+def relative(metrics: dict, expected: dict) -> float:
+    return max(abs(metrics[name] - value) / abs(value) for name, value in expected.items())
+
+
+def check_steps(path: Path, layout: str) -> dict:
+    """Two steps, the second with a data-parallel rank (or, alone, half of the micro-batches) fully masked."""
+    policy, oracle = make_policy(path, **parallel(layout)), Oracle(path)
+    full_micro = pack(flat(sequences_of(5)), 1.0)
+    full_micro.predict_N = torch.arange(len(full_micro.input_ids_T))
+    ids = full_micro.input_ids_T.clamp_max(50)
+    probe = policy.score([full_micro], lambda head, m: {"logp": head.logprobs(ids).logprobs_N})[0]["logp"]
+    with torch.no_grad():
+        logits = torch.cat([oracle.logits(sequence) for sequence in flat(sequences_of(5))]) / 0.7
+    result = {
+        "logp": float((probe - logits.log_softmax(-1).gather(1, ids[:, None])[:, 0]).abs().max()),
+        "loaded": largest_difference(policy.hf_tensors(), oracle.weights()),
+    }
+    for step, masked_rank in enumerate((None, policy.mesh.dp_size - 1 if policy.mesh.dp_size > 1 else None)):
+        shares = sequences_of(step)
+        metrics = policy.train_step(micros_of(policy, shares, masked_rank), policy_loss)
+        result[f"metrics{step}"] = relative(metrics, oracle.step(flat(shares)))
+    result["weights"] = largest_difference(policy.hf_tensors(), oracle.weights())
+    return result
+
+
+def check_skip(path: Path, layout: str) -> dict:
+    """A NaN on the last rank's tokens alone: nobody moves."""
+    policy = make_policy(path, **parallel(layout))
+    poison = math.nan if policy.mesh.dp_rank == policy.mesh.dp_size - 1 else 1.0
+
+    def poisoned(head, micro) -> LossOutput:
+        return LossOutput(policy_loss(head, micro).loss_N * poison)
+
+    metrics = policy.train_step(micros_of(policy, sequences_of(0)), poisoned)
+    return {
+        "skipped": metrics["train/skipped"],
+        "moved": largest_difference(policy.hf_tensors(), load_model(path).state_dict()),
+    }
+
+
+def check_reshard(path: Path, layout: str, directory: Path) -> dict:
+    """Two steps, save, and a third: in the same layout, and in every other layout that these ranks can form."""
+    optim = OptimConfig(lr=1e-2, eps=OPTIM.eps, warmup_steps=3)
+    policy = make_policy(path, optim, **parallel(layout))
+    for step in range(2):
+        policy.train_step(micros_of(policy, sequences_of(step)), policy_loss)
+    kinds = ("master", "exp_avg", "exp_avg_sq")
+    state = {kind: {n: t.clone() for n, t in policy.optimizer_tensors(kind)} for kind in kinds}
+    scalars = policy.optimizer_scalars()
+    third = policy.train_step(micros_of(policy, sequences_of(2)), policy_loss)
+    after = {name: t.clone() for name, t in policy.hf_tensors()}
+    if dist.get_rank() == 0:
+        torch.save({"state": state, "scalars": scalars, "metrics": third, "after": after}, directory / "state.pt")
+    result = {}
+    for other in (layout, "tp2", "tp2-sp"):
+        resumed = make_policy(path, optim, **parallel(other))
+        for kind in kinds:
+            resumed.load_optimizer_tensors(kind, state[kind].__getitem__)
+        resumed.load_optimizer_scalars(scalars)
+        exact = max(largest_difference(resumed.optimizer_tensors(kind), state[kind]) for kind in kinds)
+        metrics = resumed.train_step(micros_of(resumed, sequences_of(2)), policy_loss)
+        drift = largest_difference(resumed.hf_tensors(), after)
+        same = "same-" if other == layout else ""
+        gap = relative(metrics, {name: value for name, value in third.items() if value})
+        result[f"{same}{other}"] = {"exact": exact, "metrics": gap, "weights": drift}
+    return result
+
+
+def check_average(path: Path, layout: str) -> dict:
+    """An average of the masters survives gathering and scattering, and can be swapped in."""
+    policy = make_policy(path, **parallel(layout))
+    start = {name: shard.clone() for name, shard in policy.masters().items()}
+    policy.train_step(micros_of(policy, sequences_of(0)), policy_loss)
+    whole = {name: t.clone() for name, t in policy.gather_masters(start)}
+    back = policy.scatter_masters(whole.__getitem__)
+    for name, shard in policy.masters().items():
+        shard.copy_(back[name])
+    policy.sync_from_masters()
+    initial = load_model(path).state_dict()
+    return {
+        "gathered": largest_difference(whole.items(), initial),
+        "scattered": largest_difference(back.items(), start),
+        "swapped": largest_difference(policy.hf_tensors(), initial),
+    }
+
+
+def check_bf16(path: Path, layout: str) -> dict:
+    policy, oracle = make_policy(path, dtype="bf16", **parallel(layout)), Oracle(path)
+    shares = sequences_of(0)
+    metrics = policy.train_step(micros_of(policy, shares), policy_loss)
+    expected = oracle.step(flat(shares))
+    return {"loss": relative(metrics, {"train/loss": expected["train/loss"]})}
+
+
+def main() -> None:
+    directory, layouts = Path(sys.argv[1]), sys.argv[2:]
+    torch.set_num_threads(1)
+    init_distributed(timeout_s=120)
+    models = {kind: directory / "models" / kind for kind in KINDS}
+    results = {}
+    for layout in layouts:
+        for kind, path in models.items():
+            results[f"steps/{layout}/{kind}"] = check_steps(path, layout)
+        results[f"skip/{layout}"] = check_skip(models["llama-tied"], layout)
+        results[f"average/{layout}"] = check_average(models["qwen3"], layout)
+        results[f"bf16/{layout}"] = check_bf16(models["qwen3"], layout)
+    if "dp2" in layouts:
+        results["reshard"] = check_reshard(models["qwen2"], "dp2", directory)
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, results)
+    if dist.get_rank() == 0:
+        (directory / "results.json").write_text(json.dumps(everyone))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""The same step under every cut gives the numbers of one plain PyTorch process."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from launch import run_ranks
+from policy_cuts_worker import KINDS, flat, policy_loss, sequences_of
+from tiny_models import OPTIM, largest_difference, make_policy, pack, save_model, token_mean
+
+from rlpost.config.schema import OptimConfig
+
+WORKER = Path(__file__).parent / "policy_cuts_worker.py"
+LAYOUTS = {2: ["dp2", "tp2", "tp2-sp"], 4: ["tp2-sp-dp2"]}
+CASES = [layout for layouts in LAYOUTS.values() for layout in layouts]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("cuts")
+
+
+@pytest.fixture(scope="module")
+def results(directory):
+    """For each layout, the results of every rank."""
+    for kind in KINDS:
+        save_model(kind, directory / "models")
+    by_layout = {}
+    for ranks, layouts in LAYOUTS.items():
+        done = run_ranks([str(WORKER), str(directory), *layouts], ranks, timeout=300)
+        assert done.returncode == 0, done.stderr[-4000:]
+        everyone = json.loads((directory / "results.json").read_text())
+        by_layout |= dict.fromkeys(layouts, everyone)
+    return by_layout
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", CASES)
+def test_steps_equal_plain_pytorch(layout, kind, results):
+    for rank in results[layout]:
+        got = rank[f"steps/{layout}/{kind}"]
+        assert got["loaded"] == 0
+        assert got["logp"] <= 2e-5
+        assert got["metrics0"] <= 1e-5
+        assert got["metrics1"] <= 1e-5  # here one data-parallel rank has no live token
+        assert got["weights"] <= 2e-6
+
+
+@pytest.mark.parametrize("layout", CASES)
+def test_a_gradient_that_is_not_finite_on_one_rank_moves_nobody(layout, results):
+    for rank in results[layout]:
+        assert rank[f"skip/{layout}"] == {"skipped": 1.0, "moved": 0.0}
+
+
+@pytest.mark.parametrize("layout", CASES)
+def test_an_average_of_the_masters_gathers_and_scatters_bit_exactly(layout, results):
+    for rank in results[layout]:
+        assert rank[f"average/{layout}"] == {"gathered": 0.0, "scattered": 0.0, "swapped": 0.0}
+
+
+@pytest.mark.parametrize("layout", CASES)
+def test_bf16_runs(layout, results):
+    for rank in results[layout]:
+        assert rank[f"bf16/{layout}"]["loss"] < 0.02
+
+
+@pytest.mark.parametrize("target", ["same-dp2", "tp2", "tp2-sp"])
+def test_optimizer_state_of_two_data_parallel_ranks_goes_on_in_other_layouts(target, results):
+    for rank in results["dp2"]:
+        got = rank["reshard"][target]
+        assert got["exact"] == 0
+        if target == "same-dp2":
+            assert got["metrics"] == got["weights"] == 0
+        assert got["metrics"] <= 1e-5
+        assert got["weights"] <= 2e-6
+
+
+def test_optimizer_state_of_two_data_parallel_ranks_goes_on_in_one_process(results, directory):
+    saved = torch.load(directory / "state.pt", weights_only=True)
+    policy = make_policy(directory / "models" / "qwen2", OptimConfig(lr=1e-2, eps=OPTIM.eps, warmup_steps=3))
+    for kind, tensors in saved["state"].items():
+        policy.load_optimizer_tensors(kind, tensors.__getitem__)
+        assert largest_difference(policy.optimizer_tensors(kind), tensors) == 0
+    policy.load_optimizer_scalars(saved["scalars"])
+    sequences = flat(sequences_of(2))
+    metrics = policy.train_step([pack(sequences, token_mean(sequences))], policy_loss)
+    assert metrics == pytest.approx(saved["metrics"], rel=1e-5)
+    assert largest_difference(policy.hf_tensors(), saved["after"]) <= 2e-6
