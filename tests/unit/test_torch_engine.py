@@ -163,6 +163,19 @@ def test_prefills_in_several_pieces_change_nothing(served, monkeypatch):
     assert [c.ids for c in ask(engine, PROMPTS)] == [c.ids for c in whole]
 
 
+def test_what_memory_holds_by_chance_is_never_seen(served):
+    _, engine = served
+    requests = [Request(p, SamplingParams(b), seed=i) for i, (p, b) in enumerate(zip(PROMPTS, (3, 60, 9, 2, 40)))]
+    expected = engine.generate(requests)
+    torch.use_deterministic_algorithms(True)  # torch.empty then gives NaN
+    try:
+        assert torch.empty(3).isnan().all()
+        found = engine.generate(requests)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [c.ids for c in found] == [c.ids for c in expected]
+
+
 def test_bf16_serves_what_was_published_in_bf16(tmp_path):
     model, engine = make(tmp_path, dtype=torch.bfloat16)
     load_weights(engine, model)

@@ -20,6 +20,7 @@ from rlpost.rollout.engine import Completion, Request
 from rlpost.rollout.engines.sampling import SamplingTable, sample_tokens
 
 ATTENTION = "rlpost_rows"  # the name under which Transformers finds `_attend`
+POSITIONS_PER_BLOCK = 128  # of the cache, made usable together
 PREFILL_TOKENS = 4096  # padded prompt tokens of one prefill
 COMPACT_BELOW = 0.75  # of the rows still alive: then the finished ones are dropped
 
@@ -31,15 +32,25 @@ class KVCache:
         heads = config.num_key_value_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = (config.num_hidden_layers, rows, heads, length, head_dim)
-        self.rows, self.length = rows, length
+        self.length, self.defined = length, 0
         self.keys, self.values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
 
-    def at_prefill(self, first_row: int, prompt_of_row: Tensor) -> None:
-        """The next forward pass fills rows first_row … with the prompts of these indices."""
+    def define(self, length: int) -> None:
+        """Zero what positions below length hold by chance: under a mask, a NaN would still spread."""
+        if length > self.defined:
+            end = min(self.length, -(-length // POSITIONS_PER_BLOCK) * POSITIONS_PER_BLOCK)
+            for tensor in (self.keys, self.values):
+                tensor[:, :, :, self.defined : end] = 0
+            self.defined = end
+
+    def at_prefill(self, first_row: int, prompt_of_row: Tensor, length: int) -> None:
+        """The next forward pass fills rows first_row … with the prompts of these indices, padded to length."""
+        self.define(length)
         self._prompts, self._slice = prompt_of_row, slice(first_row, first_row + len(prompt_of_row))
 
     def at_decode(self, position_B: Tensor, length: int) -> None:
         """The next forward pass adds one token per row, at these positions, all below length."""
+        self.define(length)
         self._prompts, self._position = None, position_B
         self._row, self._length = torch.arange(len(position_B), device=position_B.device), length
 
@@ -85,22 +96,22 @@ class Decoder:
         requests: Sequence[Request],
         eos_ids: Sequence[int],
         max_batch: int,
-        new_cache: Callable[[int, int], KVCache],
     ):
         self.backbone, self.head = model.base_model, model.get_output_embeddings()
         device = self.device = self.head.weight.device
         params = [request.params for request in requests]
-        self.budget = [p.max_tokens for p in params]
+        budgets = [p.max_tokens for p in params]
         self.prompts = [tuple(request.prompt_ids) for request in requests]
-        total, width = len(requests), max(self.budget) + 1
+        total, width = len(requests), max(budgets) + 1
         self.max_batch = min(max_batch, total)
-        self.cache = new_cache(self.max_batch, max(len(p) + b for p, b in zip(self.prompts, self.budget)))
+        longest = max(len(p) + b for p, b in zip(self.prompts, budgets))
+        self.cache = KVCache(model.config, self.max_batch, longest, self.head.weight.dtype, device)
         self.table = SamplingTable.of(params, self.head.weight.shape[0], device)
 
         # State by request; a row in use points to its request. A finished row that was not yet dropped goes on writing
         # in place at its `count`: the column after its last token, which nobody reads.
         self.prompt_length_R = torch.tensor([len(p) for p in self.prompts], device=device)
-        self.budget_R = torch.tensor(self.budget, device=device)
+        self.budget_R = torch.tensor(budgets, device=device)
         self.stop_ids_RK = _stop_table(requests, eos_ids).to(device)
         self.uniform_RT = torch.stack([_uniforms(r.seed, r.params.max_tokens, width) for r in requests]).to(device)
         self.ids_RT = torch.zeros(total, width, dtype=torch.long, device=device)
@@ -163,8 +174,8 @@ class Decoder:
         prompts = [self.prompts[group[0]] for group in groups]
         requests = [i for group in groups for i in group]
         prompt_of_row = torch.tensor([p for p, group in enumerate(groups) for _ in group], device=self.device)
-        self.cache.at_prefill(len(self.row_request), prompt_of_row)
         ids_PS = pad_right(prompts, self.device)
+        self.cache.at_prefill(len(self.row_request), prompt_of_row, ids_PS.shape[1])
         position_1S = torch.arange(ids_PS.shape[1], device=self.device)[None]
         hidden_PSH = self.backbone(ids_PS, position_ids=position_1S, past_key_values=self.cache).last_hidden_state
         last_P = torch.tensor([len(p) - 1 for p in prompts], device=self.device)

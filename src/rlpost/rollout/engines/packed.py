@@ -41,6 +41,12 @@ class PackedLinear(nn.Module):
         return self.weight.detach() if self.packed is None else self.packed.to_dense()
 
 
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def pack_linears(model: nn.Module) -> list[PackedLinear]:
     """Replace every Linear of a CPU model; nothing is packed yet."""
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}

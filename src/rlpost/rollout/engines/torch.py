@@ -25,8 +25,8 @@ from rlpost.rollout.engine import (
     Tag,
     TensorSpec,
 )
-from rlpost.rollout.engines.decode import ATTENTION, Decoder, KVCache, pad_right
-from rlpost.rollout.engines.packed import pack_linears, release, restore
+from rlpost.rollout.engines.decode import ATTENTION, Decoder, pad_right
+from rlpost.rollout.engines.packed import can_pack, pack_linears, release, restore
 from rlpost.weights.buckets import tensor_digest, unpack
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")  # decoders with full attention and a plain linear head
@@ -36,6 +36,8 @@ LOGITS_CHUNK = 2**24  # elements of logits alive at once in `score`
 
 class TorchEngine:
     """See `rlpost.rollout.engine.Engine`.
+
+    The KV cache lives as long as one `generate`, so sleeping it only refuses the next one.
 
     model_path: a Hugging Face directory or hub id (only its configurations are read). dtype: of weights, activations
     and KV cache. max_batch: sequences decoded together. device: by default the current CUDA device, else the CPU.
@@ -51,7 +53,6 @@ class TorchEngine:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.version = 0
         self._model: nn.Module | None = None
-        self._cache: KVCache | None = None
         self._serving = self._complete = False  # complete: all weights arrived and are packed
         self._asleep: set[Tag] = set()
         self._arrived: set[str] = set()
@@ -69,8 +70,7 @@ class TorchEngine:
         for name, parameter in model.named_parameters():  # a tied parameter comes once, under its first name
             self._specs[name] = TensorSpec(tuple(parameter.shape), parameter.dtype)
             self._weights[name] = parameter
-        packable = self.device.type == "cpu" and torch.backends.mkldnn.is_available()
-        self._linears = pack_linears(model) if packable else []
+        self._linears = pack_linears(model) if can_pack(self.device, self.dtype) else []
         self._model = model
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
@@ -80,7 +80,7 @@ class TorchEngine:
             if not requests:
                 return []
             self._abort.clear()
-            decoder = Decoder(self._model, requests, self.eos_ids, self.max_batch, self._kv_cache)
+            decoder = Decoder(self._model, requests, self.eos_ids, self.max_batch)
             decoder.run(self._abort.is_set)
             return decoder.completions(self.version)
 
@@ -114,8 +114,6 @@ class TorchEngine:
                 self._give_up_weights()
                 for weight in self._weights.values():
                     release(weight)
-            if "kv_cache" in tags:
-                self._cache = None
             self._asleep.update(tags)
         finally:
             self._running.release()
@@ -184,7 +182,7 @@ class TorchEngine:
         self.abort()
         self._serving = self._complete = False
         with self._running:
-            self._model = self._cache = None
+            self._model = None
             self._weights, self._specs, self._linears = {}, {}, []
             self._asleep.clear()
 
@@ -213,13 +211,6 @@ class TorchEngine:
                 part += [ids, top - total[:, None]]
             parts.append([tensor.cpu() for tensor in part])
         return [torch.cat(column) for column in zip(*parts)]
-
-    def _kv_cache(self, rows: int, length: int) -> KVCache:
-        """The cache of the last call where it is large enough: touching fresh memory costs a third of a prefill."""
-        if self._cache is None or self._cache.rows < rows or self._cache.length < length:
-            self._cache = None
-            self._cache = KVCache(self.config, rows, length, self.dtype, self.device)
-        return self._cache
 
     @contextmanager
     def _computing(self, what: str, needs: tuple[Tag, ...]) -> Iterator[None]:
