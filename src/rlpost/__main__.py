@@ -102,7 +102,7 @@ def _train(arguments: list[str]) -> int:
 
 def _report(error: Exception) -> None:
     """One message for all ranks: from the one that failed. The traceback is in the run's log."""
-    logging.getLogger(__name__).error("run failed", exc_info=error)
+    logging.getLogger("rlpost").error("run failed", exc_info=error)
     if error.rank == int(os.environ.get("RANK", 0)):
         print(f"\n{error}\nThe traceback is in the run's log.txt; the last checkpoint is intact.", file=sys.stderr)
 

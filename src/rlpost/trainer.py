@@ -128,6 +128,8 @@ class Trainer:
 
     def step(self) -> dict[str, float]:
         """One step: the configured phases in their order. Returns its metrics."""
+        if "rollout" in self.rooms.algorithm.needs:
+            self._ensure_published()
         start = time.perf_counter()
         position = self.rooms.data.state()
         work = StepWork(step=self.step_number)
@@ -199,7 +201,6 @@ class Trainer:
         work.samples = samples if self.rooms.agreement.rank == 0 else []
 
     def _rollout(self, work: StepWork) -> None:
-        self._ensure_published()
         prompts = self.rooms.data.next_batch(self.config.rollout.prompts_per_step)
         work.samples = self.rooms.sampler.sample(prompts, work.step)
 
