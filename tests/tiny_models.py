@@ -41,7 +41,7 @@ CONFIGS = {
     "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=False),
     "qwen3-tied": lambda: Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True),
 }
-# A large eps keeps Adam's update smooth in the gradient: elsewhere rounding noise in a tiny gradient becomes a full step.
+# A large eps keeps Adam's update smooth in the gradient: else rounding noise in a tiny gradient becomes a full step.
 OPTIM = OptimConfig(lr=1e-2, eps=1e-4, weight_decay=0.1, clip_grad=1.0)
 
 

@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from rlpost.config.schema import OptimConfig, ParallelConfig
 from rlpost.parallel import check_layout
 from rlpost.policy.cpu import megatron_device
 from rlpost.policy.hf_io import SafetensorsReader
+from rlpost.policy.layers import NORM_ROWS, RMSNorm, SwiGLU
 from rlpost.policy.megatron import pad_tokens
 from rlpost.policy.optimizer import learning_rate
 from rlpost.types import LossOutput
@@ -70,9 +72,7 @@ def test_steps_equal_plain_pytorch_however_cut_into_micro_batches(kind, micro_ba
     for seed in range(2):
         sequences = random_sequences(seed, LENGTHS)
         cut = len(sequences) // micro_batches
-        micros = [
-            pack(sequences[i : i + cut], token_mean(sequences)) for i in range(0, len(sequences), cut)
-        ]
+        micros = [pack(sequences[i : i + cut], token_mean(sequences)) for i in range(0, len(sequences), cut)]
         metrics, expected = policy.train_step(micros, policy_loss), oracle.step(sequences)
         assert metrics["train/skipped"] == 0
         assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5)
@@ -216,6 +216,33 @@ def test_padding_for_sequence_parallelism_is_a_sequence_of_its_own():
     assert padded.cu_seqlens.dtype == torch.int32
     assert padded.predict_N is micro.predict_N
     assert pad_tokens(padded, 4) is padded
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocked_norm_and_activation_equal_their_definitions(dtype):
+    rows = NORM_ROWS + 3  # more than one block, and one that is not full
+    torch.manual_seed(0)
+    config = SimpleNamespace(use_cpu_initialization=True, params_dtype=dtype, sequence_parallel=False)
+    norm, activation = RMSNorm(config, hidden_size=16, eps=1e-5), SwiGLU(config)
+    weight = torch.randn(16).to(dtype)
+    with torch.no_grad():
+        norm.weight.copy_(weight)
+    x = torch.randn(rows, 1, 16).to(dtype).requires_grad_()
+    x64, weight64 = x.detach().double().requires_grad_(), weight.double().requires_grad_()
+    gate, up = x64.chunk(2, dim=-1)
+    for ours, reference in (
+        (norm(x), x64 * (x64.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight64),
+        (activation(x), gate * gate.sigmoid() * up),
+    ):
+        grad = torch.randn(ours.shape).to(dtype)
+        x.grad = x64.grad = None
+        ours.backward(grad)
+        reference.backward(grad.double())
+        close = {"rtol": 1e-5, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+        torch.testing.assert_close(ours, reference.to(dtype), **close)
+        torch.testing.assert_close(x.grad, x64.grad.to(dtype), **close)
+    precision = 1e-4 if dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(norm.weight.grad, weight64.grad.to(dtype), rtol=precision, atol=precision)
 
 
 def test_schedules():

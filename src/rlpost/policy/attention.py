@@ -1,4 +1,4 @@
-"""Packed causal attention, rotary embedding and RMSNorm: the parts of a Megatron layer that are our own.
+"""Packed causal attention with its rotary embedding, as the `core_attention` of Megatron's layers.
 
 A packed micro-batch is [T, heads, head_dim] with sequences one after the other (`thd`). Megatron's own rope loops
 over the sequences of every layer; here cosines and sines are looked up by position once per micro-batch, and the
@@ -110,44 +110,3 @@ class PackedAttention(nn.Module):
         ends, longest = packed.cu_seqlens_q, packed.max_seqlen_q
         options = {"scale": self.scale, "window_size": (-1, 0), "enable_gqa": query.shape[1] != key.shape[1]}
         return varlen_attn(query, key, value, ends, ends, longest, longest, **options)
-
-
-class _RMSNormFunction(torch.autograd.Function):
-    """y = x / rms(x) · w with the statistics in fp32, in fewer passes over memory than the composed operators."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x32 = x.float()
-        inverse_rms = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)
-        inverse_rms = inverse_rms.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, inverse_rms)
-        return (x32 * inverse_rms).to(x.dtype).mul_(weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, inverse_rms = ctx.saved_tensors
-        grad32 = grad.float()
-        normed = x.float() * inverse_rms
-        product = grad32 * normed
-        grad_weight = product.flatten(0, -2).sum(0)
-        # mean(g·w·x̂) over the features is a matrix-vector product with w.
-        mean = (product @ weight.float()).div_(x.shape[-1]).unsqueeze(-1)
-        grad_x = (grad32 * weight.float()).addcmul_(normed, mean, value=-1).mul_(inverse_rms)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm (https://arxiv.org/abs/1910.07467), as Megatron builds norms."""
-
-    def __init__(self, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
-        super().__init__()
-        on = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=on))
-        # With sequence parallelism each rank sees a part of the tokens: Megatron sums the gradients of what is marked.
-        self.weight.sequence_parallel = config.sequence_parallel
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda:
-            return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-        return _RMSNormFunction.apply(x, self.weight, self.eps)

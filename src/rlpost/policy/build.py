@@ -18,8 +18,9 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from rlpost.policy.attention import PackedAttention, PackedSequences, RMSNorm
+from rlpost.policy.attention import PackedAttention, PackedSequences
 from rlpost.policy.hf_map import HFMap, padded_vocabulary
+from rlpost.policy.layers import RMSNorm, SwiGLU
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -95,6 +96,7 @@ def transformer_config(hf: PreTrainedConfig, dtype: torch.dtype, parallel: Paral
         use_cpu_initialization=not on_cuda,
         perform_initialization=False,  # every parameter is read from the checkpoint
         bias_activation_fusion=on_cuda,
+        use_te_activation_func=not on_cuda,  # Megatron's name for "the spec brings the activation": layers.SwiGLU
         bias_dropout_fusion=on_cuda,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
@@ -121,6 +123,7 @@ class PackedGPT(GPTModel):
         layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
         parts, attention = layer.submodules, layer.submodules.self_attention.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+        parts.mlp.submodules.activation_func = SwiGLU
         attention.core_attention = PackedAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
