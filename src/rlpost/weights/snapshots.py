@@ -15,7 +15,7 @@ from rlpost.parallel import world_size
 from rlpost.weights.buckets import tensor_digest
 
 STUDENT = "student"  # names the live weights, unless a copy was saved under this very tag
-CHUNK = 2**15  # elements of a difference at once on the CPU: they stay in the cache, and one thread is enough
+CHUNK = 2**23  # elements of a difference that are alive at once
 
 
 class SnapshotStore:
@@ -96,8 +96,7 @@ class SnapshotStore:
         for name, tensor in ours.items():
             if not tensor.is_floating_point():
                 continue
-            piece = max(1, tensor.numel()) if tensor.is_cuda else CHUNK
-            for a, b in zip(tensor.detach().reshape(-1).split(piece), theirs[name].reshape(-1).split(piece)):
+            for a, b in zip(tensor.detach().reshape(-1).split(CHUNK), theirs[name].reshape(-1).split(CHUNK)):
                 apart = a - b.to(a.device)
                 difference += torch.dot(apart, apart).item()
                 norm += torch.dot(a, a).item()
