@@ -163,6 +163,17 @@ def test_distance_parts_pool_over_ranks(model, store):
     assert norm == pytest.approx(sum(model.masters[n].double().square().sum().item() for n in "ab"))
 
 
+def test_distance_is_exact_enough_for_large_tensors():
+    live = {"w": torch.randn(2**23 + 5, generator=torch.Generator().manual_seed(0))}
+    store = SnapshotStore(lambda: live, lambda: None)
+    store.save("teacher")
+    live["w"] += 1e-3
+    difference, norm = store.distance_parts("teacher")
+    expected = (live["w"].double() - store.tensors("teacher")["w"].double()).square().sum().item()
+    assert difference == pytest.approx(expected, rel=1e-5)
+    assert norm == pytest.approx(live["w"].double().square().sum().item(), rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
