@@ -14,9 +14,7 @@ class _DeclareBeforeTorchvision:
             import torch
 
             torch.library.define("torchvision::nms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            torch.library.define(
-                "torchvision::qnms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-            )
+            torch.library.define("torchvision::qnms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         return None
 
 

@@ -273,7 +273,7 @@ class SGLangEngine:
         else:
             self._call("commit", version=version, request=request)
         results = []
-        for rank in range(self.tensor_parallel):
+        for rank in range(self._process.info["tensor_parallel"]):
             path = reply.with_name(f"{reply.name}.{rank}")
             answer = json.loads(path.read_text())
             path.unlink()

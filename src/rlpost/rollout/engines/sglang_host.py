@@ -253,9 +253,11 @@ def main() -> None:
         traceback.print_exc()
         connection.send((READY, False, _portable(error)))
         os.killpg(os.getpgrp(), signal.SIGKILL)
-    connection.send((READY, True, {"release": importlib.metadata.version("sglang")}))
     pids.extend(engine.get_all_child_pids())
-    engine.loop.run_until_complete(_serve(Host(engine), connection))
+    host = Host(engine)
+    info = {"release": importlib.metadata.version("sglang"), "tensor_parallel": host.tensor_parallel}
+    connection.send((READY, True, info))
+    engine.loop.run_until_complete(_serve(host, connection))
     pids.clear()
     engine.shutdown()
 

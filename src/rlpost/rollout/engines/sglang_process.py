@@ -39,7 +39,7 @@ ADVICE = {
     r"architectures? .* (is|are) not supported|not supported for now": (
         "SGLang lacks this architecture; choose another model, or engine.name=torch if it has it"
     ),
-    r"[Nn]ot enough memory|increase --mem-fraction-static": (
+    r"[Nn]ot enough memory|(increase|Raise) --mem-fraction-static": (
         "the KV cache does not fit: raise engine.memory_fraction, or free device memory before the engine starts"
     ),
     r"OutOfMemoryError|CUDA out of memory|std::bad_alloc": (
@@ -48,7 +48,6 @@ ADVICE = {
     r"No module named '?(sglang|sgl_kernel|torch_memory_saver)": (
         "a package that SGLang needs is missing: pip install 'rlpost[gpu]'"
     ),
-    r"ERROR: ld.so|LD_PRELOAD": "torch_memory_saver could not be loaded; see the log",
 }
 
 
@@ -59,7 +58,7 @@ class EngineDied(RuntimeError):
 class EngineProcess:
     """A running `sglang_host`. Any thread may call it, also inside a running event loop.
 
-    Attributes: directory (the log and replies of hooks), log_path.
+    Attributes: directory (the log and replies of hooks), log_path, info (release and tensor_parallel of the engine).
     """
 
     def __init__(self, arguments: Mapping[str, Any], environment: Mapping[str, str], *, timeout_s: float):
@@ -89,7 +88,7 @@ class EngineProcess:
         self._reader = threading.Thread(target=self._read, name="sglang-engine", daemon=True)
         self._reader.start()
         try:
-            self.info: dict[str, str] = self._wait_until_ready(ready, timeout_s)
+            self.info: dict[str, Any] = self._wait_until_ready(ready, timeout_s)
         except BaseException:
             self.close(keep_log=True)
             raise
@@ -173,7 +172,7 @@ class EngineProcess:
         for answer in pending.values():
             answer.set_exception(self._death())
 
-    def _wait_until_ready(self, ready: Future, timeout_s: float) -> dict[str, str]:
+    def _wait_until_ready(self, ready: Future, timeout_s: float) -> dict[str, Any]:
         start = time.monotonic()
         while True:
             elapsed = time.monotonic() - start
@@ -212,10 +211,15 @@ class EngineProcess:
 
     def _tail(self) -> str:
         lines = self._lines()
-        text = "\n".join(lines)
-        advice = next((advice for pattern, advice in ADVICE.items() if re.search(pattern, text)), None)
-        head = f": {advice}" if advice else ""
-        return f"{head}. Log: {self.log_path}; its last lines:\n" + "\n".join(lines[-LAST_LINES:])
+        advice = advice_on("\n".join(lines))
+        return f"{f': {advice}' if advice else ''}. Log: {self.log_path}; its last lines:\n" + "\n".join(
+            lines[-LAST_LINES:]
+        )
+
+
+def advice_on(output: str) -> str | None:
+    """What to change, where the engine's output shows a known cause."""
+    return next((advice for pattern, advice in ADVICE.items() if re.search(pattern, output)), None)
 
 
 def engine_environment(extra: Mapping[str, str]) -> dict[str, str]:

@@ -25,8 +25,6 @@ class _Absent:
 
 
 class _Module(types.ModuleType):
-    __path__: list[str] = []
-
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
