@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,9 +39,8 @@ def init_distributed(timeout_s: float = 1800.0) -> None:
         torch.cuda.set_device(device())
     where: dict[str, Any] = {}
     if "RANK" not in os.environ:
-        # A store in a file needs no free port, so that many single processes can start at once.
-        path = os.path.join(tempfile.mkdtemp(prefix="rlpost-"), "store")
-        where = {"store": dist.FileStore(path, 1), "rank": 0, "world_size": 1}
+        # A store in memory needs no free port, so that many single processes can start at once.
+        where = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo", timeout=timedelta(seconds=timeout_s), **where)
 
 
