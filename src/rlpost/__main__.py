@@ -5,7 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlpost.phases import PhaseError
+    from rlpost.trainer import Trainer
 
 HELP = """\
 rlpost: RL post-training of language models.
@@ -87,24 +92,36 @@ def _train(arguments: list[str]) -> int:
 
         print(OmegaConf.to_yaml(composed), end="")
         return 0
-    from rlpost.phases import PhaseError
     from rlpost.trainer import Trainer
 
+    return _run(lambda: Trainer(to_config(composed)), lambda trainer: trainer.fit())
+
+
+def _run(build: Callable[[], Trainer], use: Callable[[Trainer], object]) -> int:
+    from rlpost.phases import PhaseError
+
     try:
-        trainer = Trainer(to_config(composed))
-        trainer.fit()
+        trainer = build()
+        use(trainer)
         trainer.close()
     except PhaseError as error:
         _report(error)
-        _leave(1)
+        if "RANK" in os.environ:
+            _leave(1)
+        return 1
     return 0
 
 
-def _report(error: Exception) -> None:
-    """One message for all ranks: from the one that failed. The traceback is in the run's log."""
-    logging.getLogger("rlpost").error("run failed", exc_info=error)
+def _report(error: PhaseError) -> None:
+    """One message for all ranks: from the one that failed. The traceback goes to the run's log where there is one."""
+    logger = logging.getLogger("rlpost")
+    logged = bool(logger.handlers)
+    if logged:
+        logger.error("run failed", exc_info=error)
     if error.rank == int(os.environ.get("RANK", 0)):
-        print(f"\n{error}\nThe traceback is in the run's log.txt; the last checkpoint is intact.", file=sys.stderr)
+        where = "The traceback is in the run's log.txt. " if logged else ""
+        said = error.message if error.phase == "start" else f"\n{error}\n{where}What was saved before is intact."
+        print(said, file=sys.stderr)
 
 
 def _leave(code: int) -> None:
@@ -145,21 +162,30 @@ def _prepare(arguments: list[str]) -> int:
 def _eval(arguments: list[str]) -> int:
     from rlpost.trainer import Trainer
 
-    trainer = Trainer.resume(arguments[0], arguments[1:])
-    for name, value in trainer.evaluate().items():
-        print(f"{name:40s} {value:.4f}")
-    trainer.close()
-    return 0
+    def show(trainer: Trainer) -> None:
+        for name, value in trainer.evaluate().items():
+            print(f"{name:40s} {value:.4f}")
+
+    if not arguments:
+        return _usage("eval RUN [group.key=value …]")
+    return _run(lambda: Trainer.resume(arguments[0], arguments[1:]), show)
 
 
 def _generate(arguments: list[str]) -> int:
     from rlpost.trainer import Trainer
 
-    trainer = Trainer.resume(arguments[0])
-    for prompt, (response,) in zip(arguments[1:], trainer.generate(arguments[1:])):
-        print(f"> {prompt}\n{response}\n")
-    trainer.close()
-    return 0
+    def show(trainer: Trainer) -> None:
+        for prompt, (response,) in zip(arguments[1:], trainer.generate(arguments[1:])):
+            print(f"> {prompt}\n{response}\n")
+
+    if len(arguments) < 2:
+        return _usage("generate RUN PROMPT [PROMPT …]")
+    return _run(lambda: Trainer.resume(arguments[0]), show)
+
+
+def _usage(line: str) -> int:
+    print(f"usage: python -m rlpost {line}", file=sys.stderr)
+    return 2
 
 
 COMMANDS = {"quickstart": _quickstart, "prepare": _prepare, "eval": _eval, "generate": _generate}

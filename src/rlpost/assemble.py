@@ -18,7 +18,7 @@ from rlpost.data.dataset import PromptDataset
 from rlpost.evaluate import EvalSet, target_logprobs
 from rlpost.feedback import build_feedback
 from rlpost.observe.observer import Observer
-from rlpost.parallel import all_gather_objects, init_distributed
+from rlpost.parallel import all_gather_objects
 from rlpost.phases import Agreement, Bookkept, PhaseMachine, Resident
 from rlpost.policy.build import DTYPES
 from rlpost.policy.megatron import MegatronPolicy
@@ -102,6 +102,7 @@ class Rooms:
 def assemble(
     config: Config,
     directory: Path,
+    agreement: Agreement,
     handlers: Mapping[str, Callable[[Any], None]],
     *,
     steps_done: int = 0,
@@ -112,15 +113,11 @@ def assemble(
     """Build everything, the cheap and likely wrong (data, templates) before the dear (model, engine)."""
     from transformers import AutoTokenizer
 
-    init_distributed()
     torch.manual_seed(config.run.seed)
-    agreement = Agreement()
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     seed = config.run.seed
     algorithm = build_algorithm(config.algorithm)
-    dataset = PromptDataset(
-        config.data, tokenizer, data, seed, responses="rollout" not in algorithm.needs
-    )
+    dataset = PromptDataset(config.data, tokenizer, data, seed, responses="rollout" not in algorithm.needs)
     eval_sets = _eval_sets(config, tokenizer, eval_data or {})
     feedback = None
     if config.feedback is not None:

@@ -86,8 +86,12 @@ def score(rooms: Rooms, prompts: Sequence[str | list[Message]], responses: Seque
     if len(prompts) != len(responses):
         raise ValueError(f"score needs one response to each prompt, not {len(responses)} to {len(prompts)}")
     samples = [
-        Sample(_prompt(rooms, i, prompt), group_id=i, index=0,
-               response_ids=rooms.tokenizer.encode(response, add_special_tokens=False))
+        Sample(
+            _prompt(rooms, i, prompt),
+            group_id=i,
+            index=0,
+            response_ids=rooms.tokenizer.encode(response, add_special_tokens=False),
+        )
         for i, (prompt, response) in enumerate(zip(prompts, responses))
     ]
     return [row.tolist() for row in score_samples(rooms, samples)]

@@ -12,7 +12,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,19 +56,27 @@ class Agreement:
         message = str(error) or type(error).__name__
         if not isinstance(error, (ValueError, OSError, RuntimeError)):
             message = f"{type(error).__name__}: {message}"
-        failure = PhaseError(self.rank, phase, step, message)
+        fields = [str(self.rank), phase, str(step), message]
         if self.distributed:
-            text = "\x1f".join([str(self.rank), phase, str(step), message])
-            self._store.compare_set(ERROR_KEY, "", text)
+            fields = self._store.compare_set(ERROR_KEY, "", "\x1f".join(fields)).decode().split("\x1f", 3)
         self._raised.set()
-        return failure
+        return _parsed(fields)
+
+    @contextmanager
+    def guard(self, what: str, step: int) -> Iterator[None]:
+        """Work outside the phases (building, evaluating, saving): a failure in it is every rank's too."""
+        try:
+            yield
+        except PhaseError:
+            raise
+        except Exception as error:
+            raise self.post_failure(what, step, error) from error
 
     def posted(self, store: Any = None) -> PhaseError | None:
         store = store or self._store
         if not store.check([ERROR_KEY]):
             return None
-        rank, phase, step, message = store.get(ERROR_KEY).decode().split("\x1f", 3)
-        return PhaseError(int(rank), phase, int(step), message)
+        return _parsed(store.get(ERROR_KEY).decode().split("\x1f", 3))
 
     def meet(self, phase_number: int, values: Sequence[float] = ()) -> tuple[bool, list[float]]:
         """All ranks are through the phase: (did anybody ask to stop, the maxima of `values` over ranks)."""
@@ -104,6 +113,11 @@ class Agreement:
                 logging.shutdown()
                 sys.stdout.flush()
                 os._exit(1)
+
+
+def _parsed(fields: Sequence[str]) -> PhaseError:
+    rank, phase, step, message = fields
+    return PhaseError(int(rank), phase, int(step), message)
 
 
 class Resident(Protocol):

@@ -6,7 +6,7 @@ runs the trainer's own model with the teacher's weights for the length of the te
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from rlpost.data.batching import Batcher, Update
     from rlpost.policy.protocol import Policy
-    from rlpost.types import Sample
     from rlpost.weights.snapshots import SnapshotStore
 
 TAG = "teacher"

@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from rlpost.config.checks import check_config
 from rlpost.config.compose import load_config
 from rlpost.config.schema import Config
+from rlpost.phases import Agreement
 from rlpost.types import Sample
 
 if TYPE_CHECKING:
@@ -42,7 +44,8 @@ class StepWork:
     updates: list[Update] = field(default_factory=list)  # this data-parallel rank's part of each optimizer step
     metrics: dict[str, float] = field(default_factory=dict)
     trained: bool = False
-    last_skipped: bool = False
+    moved: bool = False  # some optimizer step moved the weights
+    teacher_due: bool = False  # the last one did, and the teacher has not followed yet
 
 
 class Trainer:
@@ -69,21 +72,25 @@ class Trainer:
         check_config(config, frozenset(name for name, value in given.items() if value is not None))
         # Megatron and Transformers load only now: a wrong configuration has failed within a second.
         from rlpost.assemble import assemble
+        from rlpost.parallel import init_distributed
         from rlpost.persist import find_checkpoint, restore_checkpoint, run_directory
 
+        init_distributed()
+        agreement = Agreement()
         checkpoint = find_checkpoint(config)
-        handlers = {name: getattr(self, f"_{name}") for name in PHASES}
         self.config = config
-        self.rooms = assemble(
-            config,
-            run_directory(config),
-            handlers,
-            steps_done=checkpoint.state["step"] if checkpoint else 0,
-            data=data,
-            eval_data=eval_data,
-            reward=reward,
-        )
-        self.step_number = restore_checkpoint(self.rooms, checkpoint)  # steps done
+        with agreement.guard("start", 0):
+            self.rooms = assemble(
+                config,
+                run_directory(config),
+                agreement,
+                {name: getattr(self, f"_{name}") for name in PHASES},
+                steps_done=checkpoint.state["step"] if checkpoint else 0,
+                data=data,
+                eval_data=eval_data,
+                reward=reward,
+            )
+            self.step_number = restore_checkpoint(self.rooms, checkpoint)  # steps done
         self.last_metrics: dict[str, float] = {}
         self._skipped_in_a_row = 0
         self._published_at: int | None = None
@@ -92,8 +99,11 @@ class Trainer:
     @classmethod
     def from_recipe(cls, name: str | None, overrides: Sequence[str] = (), **objects: Any) -> Trainer:
         """Build from `recipes/<name>.yaml` and Hydra overrides; `objects` are the constructor's Python objects."""
-        placeholders = [f"{key}=in_memory" for key, given in (("data.train", "data"), ("model.path", "model"))
-                        if objects.get(given) is not None]
+        placeholders = [
+            f"{key}=in_memory"
+            for key, given in (("data.train", "data"), ("model.path", "model"))
+            if objects.get(given) is not None
+        ]
         return cls(load_config(name, [*placeholders, *overrides]), **objects)
 
     @classmethod
@@ -129,7 +139,8 @@ class Trainer:
     def step(self) -> dict[str, float]:
         """One step: the configured phases in their order. Returns its metrics."""
         if "rollout" in self.rooms.algorithm.needs:
-            self._ensure_published()
+            with self._guard("publish"):
+                self._ensure_published()
         start = time.perf_counter()
         position = self.rooms.data.state()
         work = StepWork(step=self.step_number)
@@ -153,15 +164,17 @@ class Trainer:
 
         if not self.rooms.eval_sets:
             return {}
-        self._ensure_published()
-        return evaluate(self.rooms, self.step_number)
+        with self._guard("evaluate"):
+            self._ensure_published()
+            return evaluate(self.rooms, self.step_number)
 
     def generate(self, prompts: Sequence[str | list[dict[str, str]]], n: int = 1, **sampling: Any) -> list[list[str]]:
         """n responses to each prompt (text, or chat messages); sampling: temperature, top_p, top_k, max_tokens."""
         from rlpost.evaluate import generate
 
-        self._ensure_published()
-        return generate(self.rooms, prompts, n, self.step_number, **sampling)
+        with self._guard("generate"):
+            self._ensure_published()
+            return generate(self.rooms, prompts, n, self.step_number, **sampling)
 
     def score(self, prompts: Sequence[str | list[dict[str, str]]], responses: Sequence[str]) -> list[list[float]]:
         """Log-probs of each response's tokens under the trained model, at the rollout temperature."""
@@ -177,13 +190,15 @@ class Trainer:
         """Write a checkpoint: what `resume` needs to go on as if nothing had happened."""
         from rlpost.persist import save_checkpoint
 
-        return save_checkpoint(self.rooms, self.step_number)
+        with self._guard("save"):
+            return save_checkpoint(self.rooms, self.step_number)
 
     def save_pretrained(self, directory: str | Path | None = None) -> Path:
         """Write a Hugging Face directory (default: `export/` of the run)."""
         from rlpost.persist import export
 
-        return export(self.rooms, self.step_number, directory)
+        with self._guard("export"):
+            return export(self.rooms, self.step_number, directory)
 
     def close(self) -> None:
         """Give back the engine and close the logs."""
@@ -227,32 +242,39 @@ class Trainer:
             self.rooms.teacher.score(update)
 
     def _train(self, work: StepWork) -> None:
-        teacher, steps = self.rooms.teacher, []
+        """One optimizer step for each update. An update without a signal (all rewards equal, nothing to distill) is
+        left out and counted; one whose gradient is not finite is skipped by the policy."""
+        teacher, steps, moved = self.rooms.teacher, [], False
         for update in work.updates:
-            if teacher is not None and steps and not work.last_skipped:
-                teacher.after_optimizer_step()  # after the last update: phase teacher_update
+            if not update.has_signal:
+                continue
+            if teacher is not None and moved:
+                teacher.after_optimizer_step()  # after the last one: phase teacher_update
             micros = self.rooms.batcher.pack(update, defaults=teacher.blank if teacher else None)
             for micro in micros if teacher else []:
                 micro.teacher_head = teacher.head
             steps.append(self.rooms.policy.train_step(micros, self.rooms.algorithm.loss))
-            work.last_skipped = bool(steps[-1]["train/skipped"])
-            self._count_skipped(work.last_skipped)
-        work.trained = True
-        work.metrics |= {name: sum(s[name] for s in steps) / len(steps) for name in steps[0]}
+            moved = not steps[-1]["train/skipped"]
+            self._count_skipped(not moved)
+            work.moved |= moved
+        work.trained, work.teacher_due = True, moved
+        work.metrics |= {name: sum(s[name] for s in steps) / len(steps) for name in (steps[0] if steps else ())}
         work.metrics["train/skipped"] = sum(s["train/skipped"] for s in steps)
+        work.metrics["train/no_signal"] = float(len(work.updates) - len(steps))
 
     def _teacher_update(self, work: StepWork) -> None:
         from rlpost.assemble import teacher_distance
 
-        if not work.last_skipped:
+        if work.teacher_due:
             self.rooms.teacher.after_optimizer_step()
-        if work.metrics["train/skipped"] < len(work.updates):
+        if work.moved:
             self.rooms.teacher.after_batch()
         work.metrics |= teacher_distance(self.rooms)
 
     def _publish(self, work: StepWork) -> None:
-        if work.metrics["train/skipped"] == len(work.updates):
-            return  # nothing moved
+        if not work.moved:
+            self._published_at = self.step_number + 1  # what is served is still the policy
+            return
         self._publish_now(self.step_number + 1, work.metrics)
 
     # What the phases lean on.
@@ -276,6 +298,9 @@ class Trainer:
                 f"{self._skipped_in_a_row} optimizer steps in a row had gradients that are not finite "
                 f"(train.max_skipped={self.config.train.max_skipped}): lower optim.lr, or look at the last rollouts"
             )
+
+    def _guard(self, what: str) -> AbstractContextManager[None]:
+        return self.rooms.agreement.guard(what, self.step_number)
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step_number % every == 0
@@ -306,4 +331,3 @@ class _StopOnSignal:
             raise KeyboardInterrupt
         self.agreement.stop_requested = True
         log.warning("%s: finishing the phase, then saving; once more to stop at once", signal.Signals(number).name)
-

@@ -51,6 +51,11 @@ class Algorithm:
         """Per sample, 1 for each response token that counts in the denominator and trains."""
         return [sample.loss_mask for sample in samples]
 
+    def has_signal(self, samples: Sequence[Sample]) -> bool:
+        """Whether a step on these samples (all ranks', after `prepare`) can have a gradient at all. Without one the
+        step is left out: Adam would move on its momentum alone."""
+        return any(any(mask) for mask in self.loss_masks(samples))
+
     def loss(self, head: Head, micro: MicroBatch) -> LossOutput:
         raise NotImplementedError
 

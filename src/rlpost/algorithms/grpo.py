@@ -101,6 +101,11 @@ class GRPO(CorrectedAlgorithm):
             sample.tokens["advantages"] = value.expand(len(sample.response_ids)).clone()
         return {"grpo/zero_std_groups": float(flat), "grpo/zero_std_fraction": flat / max(len(set(groups)), 1)}
 
+    def has_signal(self, samples: Sequence[Sample]) -> bool:
+        if self.kl_coef or self.kl_loss_coef or self.entropy_coef:
+            return super().has_signal(samples)
+        return any(any(s.loss_mask) and bool(s.tokens["advantages"].any()) for s in samples)
+
     def loss(self, head: Head, micro: MicroBatch) -> LossOutput:
         out = head.logprobs(micro.target_N, entropy=True)
         logp_N, old_N = out.logprobs_N, old_logprobs(micro, out.logprobs_N)

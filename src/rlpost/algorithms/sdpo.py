@@ -71,6 +71,9 @@ class SDPO(CorrectedAlgorithm):
         self.taught_scale = live / taught if taught else 1.0
         return feedback_metrics(samples)
 
+    def has_signal(self, samples: Sequence[Sample]) -> bool:
+        return any(any(s.loss_mask) and s.distill_mask > 0 for s in samples)
+
     def loss(self, head: Head, micro: MicroBatch) -> LossOutput:
         targets = _hidden_targets(head, micro)
         overlap_N = None

@@ -74,14 +74,14 @@ def _mistakes(config: Config, objects: frozenset[str]) -> Iterator[str]:
     yield from _parallel_mistakes(config)
     from rlpost.algorithms import build_algorithm
 
+    yield from _component_mistakes(config, objects)
     try:
         algorithm = build_algorithm(config.algorithm)
     except (ValueError, TypeError, ImportError) as error:
         yield from str(error).splitlines()
-        return
-    yield from _algorithm_mistakes(config, algorithm, objects)
-    yield from _component_mistakes(config, objects)
-    yield from _phase_mistakes(config, algorithm)
+    else:
+        yield from _algorithm_mistakes(config, algorithm, objects)
+        yield from _phase_mistakes(config, algorithm)
 
 
 def _algorithm_mistakes(config: Config, algorithm: Algorithm, objects: frozenset[str]) -> Iterator[str]:

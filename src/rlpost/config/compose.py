@@ -63,6 +63,9 @@ def compose_config(recipe: str | None, overrides: Sequence[str] = ()) -> DictCon
             OmegaConf.resolve(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([_explain(error, overrides)]) from error
+    except AssertionError as error:  # what OmegaConf raises where a field is put into a null
+        dotted = [o for o in overrides if o.split(".")[0] in ("teacher", "feedback", "reward") and "." in o]
+        raise ConfigError([f"{', '.join(dotted)}: a field of a group that is none; choose the group first"]) from error
     return composed
 
 

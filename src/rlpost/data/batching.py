@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, get_args
 
 import torch
@@ -25,6 +26,7 @@ class Update:
     samples: list[Sample]
     micro_batches: int  # on every rank
     teacher_micro_batches: int
+    has_signal: bool  # of all ranks' samples: without it there is nothing to learn here
 
 
 class Batcher:
@@ -51,7 +53,7 @@ class Batcher:
         count = min(self.updates_per_rollout, len(groups))
         whole = list(groups.values())
         cuts = [round(i * len(whole) / count) for i in range(count + 1)]
-        return [self._update([s for group in whole[a:b] for s in group]) for a, b in zip(cuts, cuts[1:])]
+        return [self._update([s for group in whole[a:b] for s in group]) for a, b in pairwise(cuts)]
 
     def _update(self, samples: list[Sample]) -> Update:
         masks = self.algorithm.loss_masks(samples)
@@ -64,7 +66,8 @@ class Batcher:
             max(micro_batch_count(self._lengths(samples, part, use), self.max_tokens) for part in parts)
             for use in get_args(Use)
         )
-        return Update([samples[i] for i in parts[self.dp_rank]], count, teacher_count)
+        mine = [samples[i] for i in parts[self.dp_rank]]
+        return Update(mine, count, teacher_count, self.algorithm.has_signal(samples))
 
     def _lengths(self, samples: list[Sample], part: list[int], use: Use) -> list[int]:
         if use == "student":

@@ -1,0 +1,33 @@
+"""Command lines over the tiny model that the end-to-end tests share."""
+
+from pathlib import Path
+
+SDPO = ["algorithm=sdpo", "phases=sdpo", "teacher=ema", "feedback=quickstart", "teacher.alpha=0.1"]
+ALGORITHMS = {
+    "sdpo": [*SDPO, "algorithm.mode=topk", "algorithm.top_k=8"],
+    "sdpo_full": [*SDPO, "algorithm.mode=full"],
+    "grpo": ["algorithm=grpo", "phases=grpo", "train.updates_per_rollout=2", "algorithm.kl_loss_coef=0.1"],
+    "sft": ["algorithm=sft", "phases=sft"],
+}
+
+
+def command(tiny: Path, out: Path, algorithm: str, *more: str) -> list[str]:
+    """The overrides of a short run of this algorithm in out/run."""
+    rows = "sft" if algorithm == "sft" else "train"
+    return [
+        f"model.path={tiny / 'model'}",
+        f"data.train={tiny / 'data' / rows}.jsonl",
+        f"run.dir={out}",
+        "rollout.prompts_per_step=5",
+        "rollout.samples_per_prompt=3",
+        "rollout.max_response_tokens=7",
+        "trainer.steps=2",
+        "trainer.plots=false",
+        "tracker.tensorboard=false",
+        # A large eps keeps Adam smooth in the gradient: rounding noise of a cut must not become a full step.
+        "optim.lr=1e-2",
+        "optim.eps=1e-3",
+        "reward._target_=toy_rewards.variety",
+        *ALGORITHMS[algorithm],
+        *more,
+    ]
