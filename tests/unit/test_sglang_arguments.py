@@ -1,6 +1,7 @@
 """What of the SGLang engine needs no SGLang: arguments, environment, advice, expected tensors."""
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def test_arguments_are_renamed_dropped_or_refused_by_what_the_release_knows():
 
 
 def test_settings_are_refused_all_at_once(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin="sglang/__init__.py"))
     check_settings(torch.float32, 1, 0.5, 1, "auto")
     with pytest.raises(ValueError) as error:
         check_settings(torch.int8, 0, 1.5, 0, "mail")
@@ -44,8 +45,9 @@ def test_settings_are_refused_all_at_once(monkeypatch):
         assert told in str(error.value)
 
 
-def test_a_missing_sglang_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+@pytest.mark.parametrize("found", [None, SimpleNamespace(origin=None)])
+def test_a_missing_sglang_says_what_to_install(monkeypatch, found):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
     with pytest.raises(ImportError, match=r"pip install 'rlpost\[gpu\]'"):
         check_settings(torch.float32, 1, 0.5, 1, "auto")
 
@@ -61,12 +63,13 @@ def test_the_engine_sees_no_torchrun_and_finds_rlpost(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "output, told",
+    ("output", "told"),
     [
         ("ValueError: … leave no GPU memory for the KV cache. Raise --mem-fraction-static above 0.036", "raise engine"),
         ("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.", "raise engine"),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "lower engine.memory_fraction"),
         ("ValueError: Model architectures ['X'] are not supported for now.", "lacks this architecture"),
+        ("ValueError: Cannot find model module. 'X' is not a registered model", "lacks this architecture"),
         ("all is well", None),
     ],
 )

@@ -68,7 +68,8 @@ def check_settings(
     dtype: torch.dtype, tensor_parallel: int, memory_fraction: float, max_batch: int, transport: str
 ) -> None:
     """ImportError without sglang, ValueError naming every setting that cannot be."""
-    if importlib.util.find_spec("sglang") is None:
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or spec.origin is None:  # a mere folder of that name has no origin
         raise ImportError("engine.name=sglang: the package sglang is missing; pip install 'rlpost[gpu]', or use torch")
     faults = []
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):

@@ -36,7 +36,7 @@ PROGRESS_S = 10.0
 CLOSE_S = 20.0
 LAST_LINES = 25
 ADVICE = {
-    r"architectures? .* (is|are) not supported|not supported for now": (
+    r"architectures .* are not supported|Cannot find model module": (
         "SGLang lacks this architecture; choose another model, or engine.name=torch if it has it"
     ),
     r"[Nn]ot enough memory|(increase|Raise) --mem-fraction-static": (

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The environment of the SGLang lane: a CPU-only SGLang, 1.3 GB beside torch.
-#   tests/sglang/setup_env.sh [DIRECTORY]     (default .venv-sglang)
+#   tests/sglang_lane/setup_env.sh [DIRECTORY]     (default .venv-sglang)
 # PYTHON names the interpreter (3.11), TORCH the requirement of a CPU torch, as in the Makefile.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
