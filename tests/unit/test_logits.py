@@ -136,10 +136,11 @@ def test_the_whole_vocabulary_as_top_k():
     torch.testing.assert_close(out.topk_logprobs_NK.exp().sum(1), torch.ones(N, dtype=torch.float64))
 
 
-def test_grouped_top_k_of_a_wide_vocabulary():
+def test_top_k_across_tiles():
     g = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(9, 8, generator=g), torch.randn(4001, 8, generator=g)
-    out = Head(hidden, weight, vocab_size=4001).logprobs(torch.zeros(9, dtype=torch.int64), top_k=4)
+    head = Head(hidden, weight, vocab_size=4001, chunk_tokens=1)
+    out = head.logprobs(torch.zeros(9, dtype=torch.int64), top_k=4)
     assert torch.equal(out.topk_ids_NK, (hidden @ weight.t()).topk(4, dim=1).indices)
 
 

@@ -21,7 +21,6 @@ CPU_TILE = 4 * 2**20
 CUDA_TILE = 64 * 2**20
 MAX_ROWS = 1024  # more rows per tile make no matmul faster, fewer columns make it slower
 MIN_COLUMNS = 64
-TOPK_GROUP = 32
 
 
 def tile_elements(x: Tensor) -> int:
@@ -145,7 +144,10 @@ def statistics(head: Projection, ids_NM: Tensor | None, top_k: int, *, entropy: 
             column, here = head.local(ids_NM[rows], first, z.shape[1])
             logits_NM[rows] += z.gather(1, column).masked_fill_(~here, 0.0)
         if top_k:
-            values, columns = _tile_topk(z, min(top_k, z.shape[1]))
+            if first == 0 or z.is_cuda:
+                values, columns = z.topk(min(top_k, z.shape[1]), dim=1)
+            else:  # after the first tile few numbers are large enough, and a CPU's topk is slow
+                values, columns = _above(z, top_NK[rows, -1])
             values = torch.cat([top_NK[rows], values], dim=1)
             columns = torch.cat([top_ids_NK[rows], columns + (head.start + first)], dim=1)
             top_NK[rows], best = values.topk(top_k, dim=1)
@@ -176,20 +178,15 @@ def statistics(head: Projection, ids_NM: Tensor | None, top_k: int, *, entropy: 
     return out
 
 
-def _tile_topk(z_RC: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """`z_RC.topk(k)`, faster for small k: the k largest lie in the k groups of columns with the largest maxima."""
-    R, C = z_RC.shape
-    groups = C // TOPK_GROUP
-    if groups < 4 * k or z_RC.is_cuda:
-        return z_RC.topk(k, dim=1)
-    whole = groups * TOPK_GROUP
-    maxima = z_RC[:, :whole].unflatten(1, (groups, TOPK_GROUP)).amax(dim=2)
-    best = maxima.topk(k, dim=1, sorted=False).indices
-    columns = (best[:, :, None] * TOPK_GROUP + torch.arange(TOPK_GROUP, device=z_RC.device)).flatten(1)
-    rest = torch.arange(whole, C, device=z_RC.device).expand(R, -1)
-    columns = torch.cat([columns, rest], dim=1)
-    values, best = z_RC.gather(1, columns).topk(k, dim=1)
-    return values, columns.gather(1, best)
+def _above(z_RC: Tensor, floor_R: Tensor) -> tuple[Tensor, Tensor]:
+    """(values, columns) [R, most in a row] of the numbers above each row's floor, the rest filled with −inf."""
+    rows, columns = (z_RC > floor_R[:, None]).nonzero(as_tuple=True)
+    count_R = torch.bincount(rows, minlength=z_RC.shape[0])
+    place = torch.arange(len(rows), device=rows.device) - (count_R.cumsum(0) - count_R)[rows]
+    values = z_RC.new_full((z_RC.shape[0], int(count_R.max())), -math.inf)
+    ids = torch.zeros_like(values, dtype=torch.int64)
+    values[rows, place], ids[rows, place] = z_RC[rows, columns], columns
+    return values, ids
 
 
 def row_selector(touched_N: Tensor) -> Callable[[Tensor], Tensor]:
