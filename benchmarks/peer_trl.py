@@ -258,6 +258,7 @@ def compare(arguments: argparse.Namespace) -> None:
             steps=arguments.warmup + arguments.steps,
             top_k=arguments.top_k,
             threads=arguments.threads,
+            micro_batch_tokens=arguments.micro_batch_tokens,
         )
         write_rows(source, Path(spec.rows), spec.prompts * spec.steps)
         texts = [json.loads(line)["prompt"] for line in source.read_text(encoding="utf-8").splitlines()]
@@ -280,6 +281,9 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--top-k", type=int, default=20)
+    parser.add_argument(
+        "--micro-batch-tokens", type=int, default=2048, help="train.max_tokens_per_micro_batch of rlpost"
+    )
     parser.add_argument("--data", default=str(DEFAULT_DATA), help="SciKnowEval rows (JSON lines)")
     parser.add_argument(
         "--tokenizer", default=os.environ.get("MODEL_DIR"), help="a directory (default: MODEL_DIR, else made)"

@@ -40,7 +40,8 @@ class Spec:
     lr: float = 1e-5
     ema: float = 0.01
     threads: int = 2
-    peer_micro_batch: int = 16  # sequences per forward of the peer
+    micro_batch_tokens: int = 2048  # of rlpost: four or five sequences with their prompts
+    peer_micro_batch: int = 16  # sequences in one forward of the peer
     peer_checkpointing: bool = False
 
 
@@ -232,6 +233,7 @@ def work_as_rlpost(spec: Spec) -> None:
             "algorithm.tail=bucket",
             f"teacher.alpha={spec.ema}",
             f"feedback.templates.truncated='{FEEDBACK}'",  # every response here ends at the length limit
+            f"train.max_tokens_per_micro_batch={spec.micro_batch_tokens}",
             f"optim.lr={spec.lr}",
             "tracker.tensorboard=false",
             "tracker.rollouts=false",
