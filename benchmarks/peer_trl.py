@@ -33,6 +33,7 @@ WORKERS = Path(__file__).with_name("peer_trl_workers.py")
 PEER_ENVIRONMENT = REPOSITORY / ".venv-trl"
 PEER_REQUIREMENTS = ["trl==1.16.0", "transformers==5.24.0", "datasets==5.2.0", "accelerate==1.15.0"]
 DEFAULT_DATA = REPOSITORY.parent / "shared" / "data" / "sciknoweval" / "chemistry" / "train.jsonl"
+VOCABULARY = 49152
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -46,8 +47,10 @@ def write_model(directory: Path, tokenizer_directory: Path | None, texts: list[s
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_directory) if tokenizer_directory else made_tokenizer(texts)
+    if len(tokenizer) > VOCABULARY:
+        raise SystemExit(f"{tokenizer_directory} has {len(tokenizer)} tokens; the model has room for {VOCABULARY}")
     config = Qwen3Config(
-        vocab_size=49152,
+        vocab_size=VOCABULARY,
         hidden_size=256,
         intermediate_size=768,
         num_hidden_layers=4,
@@ -65,7 +68,7 @@ def write_model(directory: Path, tokenizer_directory: Path | None, texts: list[s
     tokenizer.save_pretrained(directory)
 
 
-def made_tokenizer(texts: list[str], size: int = 49152):
+def made_tokenizer(texts: list[str], size: int = VOCABULARY):
     """A byte-level BPE trained on the rows, filled up to `size` with made words so that any id decodes to text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
