@@ -202,8 +202,9 @@ def work_as_peer(spec: Spec) -> None:
 def work_as_rlpost(spec: Spec) -> None:
     """rlpost's Trainer, one `step()` a turn."""
     turns = Turns()
-    import rlpost
     import torch
+
+    import rlpost
     from rlpost.rewards import RewardResult
     from rlpost.trainer import Trainer
 
