@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install quickstart test lint bench bench-peer clean
+.PHONY: install quickstart test test-sglang lint bench bench-peer clean
 
 install: $(STAMP)
 
@@ -21,6 +21,11 @@ quickstart: install
 
 test: install lint
 	$(BIN)/python -m pytest -q
+
+# Real SGLang on the CPU, in an environment of its own: control flow and numbers, nothing of a GPU.
+test-sglang:
+	PYTHON=$(PYTHON) TORCH="$(TORCH)" tests/sglang_lane/setup_env.sh .venv-sglang
+	PYTHONPATH=src .venv-sglang/bin/python -m pytest -q tests/sglang_lane
 
 lint: install
 	$(BIN)/ruff check .

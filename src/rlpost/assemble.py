@@ -134,7 +134,7 @@ def assemble(
         total_steps=config.trainer.steps * config.train.updates_per_rollout,
         seed=seed,
     )
-    engine = build_engine(config.engine, config.model.path, dtype=_engine_dtype(config))
+    engine = build_engine(config.engine, config.model.path, dtype=_engine_dtype(config), seed=seed + agreement.rank)
     snapshots = SnapshotStore(policy.masters, policy.sync_from_masters)
     if "reference_logprobs" in algorithm.needs:
         snapshots.save(REFERENCE)

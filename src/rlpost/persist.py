@@ -96,7 +96,8 @@ def restore_checkpoint(rooms: Rooms, checkpoint: Checkpoint | None) -> int:
     for tag in snapshots.tags():
         snapshots.put(tag, policy.scatter_masters(checkpoint.tensors(f"tag.{tag}").__getitem__))
     rooms.data.load_state(checkpoint.state["data"])
-    rooms.publisher.version = checkpoint.state["version"]
+    # The first publish after a resume brings the very weights that this version already named.
+    rooms.publisher.version = max(0, checkpoint.state["version"] - 1)
     rooms.algorithm.load_state_dict(checkpoint.state["algorithm"])
     set_rng_state(checkpoint.rank_state)
     log.info("resumed from %s", checkpoint.path)
@@ -108,7 +109,9 @@ def export(rooms: Rooms, step: int, directory: str | Path | None) -> Path:
     target = Path(directory) if directory is not None else rooms.directory / "export"
     config = rooms.config
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.model.dtype]
+    rewards = [(row["step"], row.get("rollout/reward/mean")) for row in rooms.observer.rows()]
     card = {
+        "curve": [(step, reward) for step, reward in rewards if reward is not None],
         "recipe": config.run.name,
         "algorithm": config.algorithm.get("name"),
         "data": config.data.train,

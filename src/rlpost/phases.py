@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from rlpost.config.compose import ConfigError
 from rlpost.config.schema import PhaseConfig
 
 log = logging.getLogger(__name__)
@@ -67,8 +68,8 @@ class Agreement:
         """Work outside the phases (building, evaluating, saving): a failure in it is every rank's too."""
         try:
             yield
-        except PhaseError:
-            raise
+        except (PhaseError, ConfigError):
+            raise  # every rank's already
         except Exception as error:
             raise self.post_failure(what, step, error) from error
 

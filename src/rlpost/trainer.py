@@ -77,9 +77,9 @@ class Trainer:
 
         init_distributed()
         agreement = Agreement()
-        checkpoint = find_checkpoint(config)
         self.config = config
         with agreement.guard("start", 0):
+            checkpoint = find_checkpoint(config)
             self.rooms = assemble(
                 config,
                 run_directory(config),

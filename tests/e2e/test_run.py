@@ -41,7 +41,7 @@ def test_a_run_leaves_everything_and_resumes_to_the_last_bit(tiny, tmp_path):
     for picture in ("reward", "loss", "teacher_distance", "response_lengths", "overview"):
         assert (directory / "plots" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
     rollouts = (directory / "rollouts" / "train" / "4.jsonl").read_text().splitlines()
-    assert len(rollouts) == 15 and json.loads(rollouts[0])["teacher_prompt"]
+    assert len(rollouts) == 15 and any(json.loads(line)["teacher_prompt"] for line in rollouts)
     assert len((directory / "rollouts" / "eval" / "4.jsonl").read_text().splitlines()) == 16
     last = [row for row in read_metrics(directory) if "train/loss" in row][-1]
     for name in ("rollout/reward/mean", "sdpo/teacher_student_kl", "ema/distance", "perf/train_s", "perf/tokens_per_s"):
@@ -137,8 +137,8 @@ def test_another_run_in_the_same_directory_is_refused(tiny, tmp_path):
 def test_equal_rewards_move_nothing(tiny, tmp_path):
     run = rlpost(*command(tiny, tmp_path, "grpo", "reward._target_=toy_rewards.constant", "algorithm.kl_loss_coef=0"))
     assert run.returncode == 0, run.stderr
-    rows = [row for row in read_metrics(tmp_path / "run") if "train/loss" in row]
-    assert [row["train/no_signal"] for row in rows] == [1.0, 1.0]
+    rows = read_metrics(tmp_path / "run")
+    assert [row["train/no_signal"] for row in rows] == [2.0, 2.0]  # of two updates each
     assert all(row["publish/version"] == 1.0 for row in rows if "publish/version" in row)
 
 

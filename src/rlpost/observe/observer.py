@@ -105,6 +105,10 @@ class Observer:
         if self.writes and self._progress:
             self._progress.say(message)
 
+    def rows(self) -> list[dict[str, Any]]:
+        """What metrics.jsonl holds so far."""
+        return read_metrics(self.directory) if (self.directory / "metrics.jsonl").exists() else []
+
     def plot(self) -> Any:
         return plot_run(self.directory)
 
@@ -116,8 +120,7 @@ class Observer:
             plot_run(self.directory)
         if self._progress:
             self._progress.close()
-            rows = read_metrics(self.directory)
-            print(summary(self.directory, rows, time.perf_counter() - self._start), file=sys.stderr, flush=True)
+            print(summary(self.directory, self.rows(), time.perf_counter() - self._start), file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self.writes:

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from rlpost.rollout.engine import Engine
 
 
-def build_engine(config: EngineConfig, model_path: str, *, dtype: torch.dtype) -> Engine:
-    """The engine that `config.name` names, not started. dtype: of its weights and activations."""
+def build_engine(config: EngineConfig, model_path: str, *, dtype: torch.dtype, seed: int = 0) -> Engine:
+    """The engine that `config.name` names, not started. dtype: of its weights and activations. seed:
+    of an engine that draws its own random numbers, another on every rank."""
     if config.name == "torch":
         if config.extra:
             raise ValueError(f"engine.extra={config.extra}: the torch engine takes no further arguments")
@@ -23,5 +24,15 @@ def build_engine(config: EngineConfig, model_path: str, *, dtype: torch.dtype) -
 
         return TorchEngine(model_path, dtype=dtype, max_batch=config.max_batch)
     if config.name == "sglang":
-        raise NotImplementedError("engine.name=sglang: this version of rlpost has no SGLang engine yet; use torch")
+        from rlpost.rollout.engines.sglang import SGLangEngine
+
+        return SGLangEngine(
+            model_path,
+            dtype=dtype,
+            tensor_parallel=config.tensor_parallel,
+            memory_fraction=config.memory_fraction,
+            max_batch=config.max_batch,
+            extra=config.extra,
+            seed=seed,
+        )
     raise ValueError(f"engine.name={config.name!r}: one of torch, sglang")
