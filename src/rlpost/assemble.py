@@ -33,6 +33,7 @@ from rlpost.weights.publish import Publisher
 from rlpost.weights.snapshots import SnapshotStore
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
     from rlpost.algorithms.base import Algorithm
@@ -92,6 +93,17 @@ class Rooms:
             else:
                 results = self.policy.score(micros, target_logprobs)
             write_back(micros, [{kind: result["logprobs"]} for result in results])
+
+    def move_reference(self, step: int) -> None:
+        """The reference becomes the current policy where `algorithm.reference_every` says so."""
+        every = self.algorithm.reference_every
+        if every and step and step % every == 0:
+            self.snapshots.save(REFERENCE)
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum over data-parallel ranks, in their order. Collective."""
+        parts = all_gather_objects(tensor, self.policy.mesh.dp.group)
+        return torch.stack(parts).sum(dim=0)
 
     def close(self) -> None:
         if self.engine_started:

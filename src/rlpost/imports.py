@@ -11,8 +11,10 @@ from typing import Any
 
 def did_you_mean(name: str, known: list[str]) -> str:
     """` Did you mean 'prompt'?` or nothing."""
-    close = get_close_matches(str(name), known, n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    close = get_close_matches(str(name), known, n=3, cutoff=0.5)
+    # Letters in another order are the likeliest slip, which the ratio alone does not tell from a wrong letter.
+    best = next((other for other in close if sorted(other) == sorted(str(name))), close[0] if close else None)
+    return f" Did you mean {best!r}?" if best else ""
 
 
 def import_object(path: str) -> Any:

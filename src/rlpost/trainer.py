@@ -232,10 +232,15 @@ class Trainer:
         work.metrics |= rollout_metrics(work.samples)
         work.metrics |= self.rooms.algorithm.prepare(work.samples)
         work.updates = self.rooms.batcher.updates(work.samples)
-        if "reference_logprobs" in self.rooms.algorithm.needs:
+        needs = self.rooms.algorithm.needs
+        if "reference_logprobs" in needs:
+            self.rooms.move_reference(work.step)
             self.rooms.score_logprobs("reference_logprobs", work.updates)
-        if "old_logprobs" in self.rooms.algorithm.needs and len(work.updates) > 1:
-            self.rooms.score_logprobs("old_logprobs", work.updates)  # of one update they are its own log-probs
+        # Of one update they are its own log-probs.
+        if "old_logprobs_always" in needs or ("old_logprobs" in needs and len(work.updates) > 1):
+            self.rooms.score_logprobs("old_logprobs", work.updates)
+        mine = [sample for update in work.updates for sample in update.samples]
+        work.metrics |= self.rooms.algorithm.finish(mine, self.rooms.total)
 
     def _teach(self, work: StepWork) -> None:
         for update in work.updates:

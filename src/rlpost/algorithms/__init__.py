@@ -16,6 +16,14 @@ if TYPE_CHECKING:
 
 PATHS = {
     "grpo": "rlpost.algorithms.grpo.GRPO",
+    "dr_grpo": "rlpost.algorithms.variants.DrGRPO",
+    "dapo": "rlpost.algorithms.variants.DAPO",
+    "gspo": "rlpost.algorithms.variants.GSPO",
+    "cispo": "rlpost.algorithms.variants.CISPO",
+    "sapo": "rlpost.algorithms.variants.SAPO",
+    "rloo": "rlpost.algorithms.variants.RLOO",
+    "reinforce": "rlpost.algorithms.variants.Reinforce",
+    "reinforce_pp": "rlpost.algorithms.reinforce_pp.ReinforcePP",
     "sdpo": "rlpost.algorithms.sdpo.SDPO",
     "sft": "rlpost.algorithms.sft.SFT",
 }

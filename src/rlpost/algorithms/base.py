@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from rlpost.imports import import_object
 from rlpost.losses.reduce import REDUCTIONS
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ class Algorithm:
     """
 
     name: ClassVar[str]
+    reference_every: ClassVar[int | None] = None  # steps after which the reference becomes the current policy
     reduction: str = "token_mean"
 
     def __post_init__(self) -> None:
@@ -33,9 +35,15 @@ class Algorithm:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Of {"rollout", "teacher", "old_logprobs", "reference_logprobs"}, what this configuration uses.
-        "old_logprobs" matter only where a rollout batch gets more than one optimizer step."""
+        """Of {"rollout", "teacher", "reference_logprobs", "old_logprobs", "old_logprobs_always"}, what this
+        configuration uses. "old_logprobs" are scored only where a rollout batch gets more than one optimizer step;
+        in `finish` they are there with "old_logprobs_always" alone."""
         return frozenset()
+
+    @property
+    def top_k_needed(self) -> int:
+        """The vocabulary must have this many ids."""
+        return 0
 
     @property
     def group_relative(self) -> bool:
@@ -45,6 +53,14 @@ class Algorithm:
     def prepare(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Sets per-token targets in `sample.tokens` from all samples of the step (every rank has them all), and
         returns the metrics that are known here."""
+        return {}
+
+    def finish(self, samples: Sequence[Sample], total: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Sets what depends on scored log-probs, once they are in `sample.tokens`; returns metrics of the whole step.
+
+        samples: those of this data-parallel rank alone. total: the sum of a tensor over data-parallel ranks, which all
+        must call alike.
+        """
         return {}
 
     def loss_masks(self, samples: Sequence[Sample]) -> list[list[int]]:
@@ -76,6 +92,19 @@ class Algorithm:
             names = ", ".join("null" if a is None else a for a in allowed)
             yield f"algorithm.{field}={value} is not allowed; allowed are {names}"
 
+    def check_function(self, field: str, allowed: Sequence[str]) -> Iterator[str]:
+        """A name, or a function of one's own: itself or its import path."""
+        value = getattr(self, field)
+        if callable(value) or value in allowed:
+            return
+        if not (isinstance(value, str) and "." in value):
+            yield f"algorithm.{field}={value} is not allowed; allowed are {', '.join(allowed)}, or an import path"
+            return
+        try:
+            import_object(value)
+        except ImportError as error:
+            yield f"algorithm.{field}={value} is not allowed; {error}"
+
     def check_number(
         self, field: str, least: float = 0.0, most: float = math.inf, *, above: bool = False, optional: bool = False
     ) -> Iterator[str]:
@@ -92,6 +121,13 @@ class Algorithm:
     def check_flag(self, field: str) -> Iterator[str]:
         if not isinstance(getattr(self, field), bool):
             yield f"algorithm.{field}={getattr(self, field)} is not allowed; it is true or false"
+
+
+def own_function(value: str | Callable[..., Any]) -> Callable[..., Any] | None:
+    """The function that a field checked by `check_function` means, or None for a built-in name."""
+    if callable(value):
+        return value
+    return import_object(value) if "." in value else None
 
 
 def live_field(micro: MicroBatch, name: str) -> Tensor:

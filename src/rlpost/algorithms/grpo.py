@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rlpost.algorithms.base import live_field
+import torch
+
+from rlpost.algorithms.base import live_field, own_function
 from rlpost.algorithms.corrected import CorrectedAlgorithm, old_logprobs
 from rlpost.losses import policy
 from rlpost.losses.advantage import GROUP_ESTIMATORS, EmaBaseline, group_advantages
@@ -26,15 +28,18 @@ POLICY_LOSSES = ("ppo_clip", "gspo", "cispo", "reinforce", "sapo")
 class GRPO(CorrectedAlgorithm):
     """Defaults: GRPO (https://arxiv.org/abs/2402.03300) with token-mean reduction and no KL.
 
-    advantage: grpo | rloo | reinforce. policy_loss: ppo_clip | gspo | cispo | reinforce | sapo. kl_coef puts the KL
-    to the initial weights into the reward, kl_loss_coef into the loss; 0 keeps no reference at all.
+    advantage: grpo | rloo | reinforce, or your own `fn(rewards_B, group_ids_B) -> advantages_B`. policy_loss: ppo_clip
+    | gspo | cispo | reinforce | sapo, or your own `fn(logp_N, old_N, advantages_N, micro) -> (loss_N, clipped_N)`; a
+    function, or its import path. kl_coef puts the KL to the reference into the reward, kl_loss_coef into the loss; 0
+    keeps no reference at all. reference_every: null, or the steps after which the reference becomes the current policy.
     """
 
     name: ClassVar[str] = "grpo"
-    advantage: str = "grpo"
+    advantage_names: ClassVar[tuple[str, ...]] = (*GROUP_ESTIMATORS, "reinforce")
+    advantage: str | Callable[..., Any] = "grpo"
     normalize_std: bool = True
     baseline_decay: float = 0.9  # of advantage=reinforce
-    policy_loss: str = "ppo_clip"
+    policy_loss: str | Callable[..., Any] = "ppo_clip"
     clip_low: float = 0.2
     clip_high: float | None = None  # null: clip_low
     dual_clip: float | None = None
@@ -44,6 +49,7 @@ class GRPO(CorrectedAlgorithm):
     kl_loss_coef: float = 0.0
     kl_estimator: str = "k3"
     kl_unbiased: bool = False
+    reference_every: int | None = None  # null: the initial policy for ever
     entropy_coef: float = 0.0
     baseline: EmaBaseline = field(init=False, repr=False, compare=False)
 
@@ -53,8 +59,8 @@ class GRPO(CorrectedAlgorithm):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        yield from self.check_choice("advantage", (*GROUP_ESTIMATORS, "reinforce"))
-        yield from self.check_choice("policy_loss", POLICY_LOSSES)
+        yield from self.check_function("advantage", self.advantage_names)
+        yield from self.check_function("policy_loss", POLICY_LOSSES)
         yield from self.check_choice("kl_estimator", ESTIMATORS)
         for flag in ("normalize_std", "kl_unbiased"):
             yield from self.check_flag(flag)
@@ -64,6 +70,7 @@ class GRPO(CorrectedAlgorithm):
         yield from self.check_number("dual_clip", 1, above=True, optional=True)
         for tau in ("tau_positive", "tau_negative"):
             yield from self.check_number(tau, above=True)
+        yield from self.check_number("reference_every", 1, optional=True)
         coefficients = ("kl_coef", "kl_loss_coef", "entropy_coef")
         wrong = [line for name in coefficients for line in self.check_number(name)]
         yield from wrong
@@ -92,14 +99,18 @@ class GRPO(CorrectedAlgorithm):
         if unscored:
             raise ValueError(f"{len(unscored)} of {len(samples)} samples have no reward, which {self.name} needs")
         rewards, groups = [s.reward for s in samples], [s.group_id for s in samples]
-        if self.group_relative:
-            values, flat = group_advantages(rewards, groups, self.advantage, normalize_std=self.normalize_std)
-        else:
-            values = self.baseline.advantages(rewards)
-            flat = group_advantages(rewards, groups)[1]
-        for sample, value in zip(samples, values, strict=True):
+        flat = group_advantages(rewards, groups)[1]
+        for sample, value in zip(samples, self.response_advantages(rewards, groups), strict=True):
             sample.tokens["advantages"] = value.expand(len(sample.response_ids)).clone()
         return {"grpo/zero_std_groups": float(flat), "grpo/zero_std_fraction": flat / max(len(set(groups)), 1)}
+
+    def response_advantages(self, rewards_B: list[float], group_ids_B: list[int]) -> Tensor:
+        """One advantage for each response [B], fp32."""
+        if own := own_function(self.advantage):
+            return torch.as_tensor(own(rewards_B, group_ids_B), dtype=torch.float32)
+        if self.advantage == "reinforce":
+            return self.baseline.advantages(rewards_B)
+        return group_advantages(rewards_B, group_ids_B, self.advantage, normalize_std=self.normalize_std)[0]
 
     def has_signal(self, samples: Sequence[Sample]) -> bool:
         if self.kl_coef or self.kl_loss_coef or self.entropy_coef:
@@ -109,12 +120,11 @@ class GRPO(CorrectedAlgorithm):
     def loss(self, head: Head, micro: MicroBatch) -> LossOutput:
         out = head.logprobs(micro.target_N, entropy=True)
         logp_N, old_N = out.logprobs_N, old_logprobs(micro, out.logprobs_N)
-        advantages_N = live_field(micro, "advantages")
         metrics = {"policy/entropy": out.entropy_N.detach(), "policy/ppo_kl": (old_N - logp_N).detach()}
+        advantages_N = live_field(micro, "advantages")
         if self.kl_coef:
-            kl_N = kl(old_N, live_field(micro, "reference_logprobs"), self.kl_estimator)
-            advantages_N = advantages_N - self.kl_coef * kl_N
-            metrics["policy/kl"] = kl_N
+            metrics["policy/kl"] = kl(old_N, live_field(micro, "reference_logprobs"), self.kl_estimator)
+            advantages_N = self.minus_kl(advantages_N, metrics["policy/kl"])
         loss_N, metrics["policy/clip_fraction"] = self._policy_loss(micro, logp_N, old_N, advantages_N)
         factor_N, gap = self.correct(micro, logp_N, old_N)
         loss_N = loss_N * factor_N
@@ -127,9 +137,15 @@ class GRPO(CorrectedAlgorithm):
             loss_N = loss_N - self.entropy_coef * out.entropy_N
         return LossOutput(loss_N.masked_fill(micro.fields["loss_mask"] <= 0, 0.0), metrics | gap)
 
+    def minus_kl(self, advantages_N: Tensor, kl_N: Tensor) -> Tensor:
+        """The KL in the reward, token by token."""
+        return advantages_N - self.kl_coef * kl_N
+
     def _policy_loss(
         self, micro: MicroBatch, logp_N: Tensor, old_N: Tensor, advantages_N: Tensor
     ) -> tuple[Tensor, Tensor]:
+        if own := own_function(self.policy_loss):
+            return own(logp_N, old_N, advantages_N, micro)
         clip: dict[str, Any] = {"clip_low": self.clip_low, "clip_high": self.clip_high}
         if self.policy_loss == "reinforce":
             return policy.reinforce(logp_N, advantages_N)
@@ -144,7 +160,7 @@ class GRPO(CorrectedAlgorithm):
         return policy.ppo_clip(logp_N, old_N, advantages_N, **clip, dual_clip=self.dual_clip)
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.group_relative else {"baseline": self.baseline.value}
+        return {"baseline": self.baseline.value} if self.advantage == "reinforce" else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.baseline.value = state.get("baseline")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlpost.config.schema import Config
+from rlpost.imports import did_you_mean
 
 # Their keys belong to the class that the group names: that class says which exist.
 OPEN_GROUPS = ("algorithm", "teacher", "feedback", "reward", "data.eval", "engine.extra", "data.chat_template_kwargs")
@@ -154,8 +154,7 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
 
 
 def _unknown(kind: str, name: str, allowed: Sequence[str]) -> str:
-    close = get_close_matches(name, allowed, n=1, cutoff=0.6)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
+    hint = did_you_mean(name, list(allowed))
     group = [a for a in allowed if "." in name and a.startswith(name.rsplit(".", 1)[0] + ".")]
     listed = group or [a for a in allowed if "." not in a] or allowed
     return f"There is no {kind} {name!r}.{hint} There are: {', '.join(listed)}"

@@ -1,8 +1,9 @@
-"""Advantages of whole responses, relative to their group (by explicit id) or to a running baseline."""
+"""Advantages of whole responses, relative to their group (by explicit id) or to a running baseline, and per-token
+returns, whitened over the step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,3 +57,33 @@ class EmaBaseline:
         advantages = rewards - self.value
         self.value = self.decay * self.value + (1 - self.decay) * mean
         return advantages.float()
+
+
+def last_live(mask_R: Tensor) -> int | None:
+    """Where the reward of a response stands: its last token with mask > 0."""
+    live = mask_R.nonzero()
+    return int(live[-1]) if len(live) else None
+
+
+def discounted_returns(rewards_R: Tensor, mask_R: Tensor, gamma: float = 1.0) -> Tensor:
+    """G_t = r_t + gamma·G of the next live token [R]; tokens with mask 0 are skipped, not steps of their own, and have
+    return 0."""
+    returns_R = torch.zeros_like(rewards_R)
+    following = 0.0
+    for t in reversed(mask_R.nonzero().flatten().tolist()):
+        following = float(rewards_R[t]) + gamma * following
+        returns_R[t] = following
+    return returns_R
+
+
+def whiten(
+    values: Sequence[Tensor], masks: Sequence[Tensor], total: Callable[[Tensor], Tensor] = lambda x: x
+) -> list[Tensor]:
+    """(x − mean)/√(variance + 1e-8) over the live tokens of all responses on all ranks, 0 elsewhere; the variance has
+    Bessel's correction. values, masks: [R] for each response of this rank. total: the sum over ranks."""
+    live = torch.cat([v[m > 0].double() for v, m in zip(values, masks, strict=True)] or [torch.zeros(0).double()])
+    count, added = total(torch.stack([torch.tensor(len(live), dtype=torch.float64), live.sum()])).tolist()
+    mean = added / max(count, 1.0)
+    variance = float(total((live - mean).square().sum())) / max(count - 1.0, 1.0)
+    scale = (variance + 1e-8) ** -0.5
+    return [((v.double() - mean) * scale).masked_fill(m <= 0, 0.0).to(v.dtype) for v, m in zip(values, masks)]
