@@ -14,6 +14,7 @@ import difflib
 import importlib.metadata
 import logging
 import os
+import random
 import signal
 import socket
 import sys
@@ -186,9 +187,15 @@ def _build(message: dict[str, Any]) -> Any:
 
 
 def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """One that leaves room above it: SGLang derives others by adding up to some ten thousand."""
+    for port in random.SystemRandom().sample(range(20_000, 45_000), 100):
+        with socket.socket() as s:
+            try:
+                s.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError("no free port among a hundred tried between 20000 and 45000")
 
 
 def _watch(parent: int, children: Callable[[], list[int]]) -> None:
