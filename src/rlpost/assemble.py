@@ -25,6 +25,7 @@ from rlpost.policy.megatron import MegatronPolicy
 from rlpost.rewards.judge import build_judge
 from rlpost.rollout.engine import SamplingParams
 from rlpost.rollout.engines import build_engine
+from rlpost.rollout.filters import GroupFilter, build_filter
 from rlpost.rollout.sampler import Sampler
 from rlpost.teacher import TAG, SwapTeacher, build_teacher_config
 from rlpost.types import Sample
@@ -66,6 +67,7 @@ class Rooms:
     engine: Engine
     publisher: Publisher
     sampler: Sampler
+    group_filter: GroupFilter | None
     judge: Judge | None
     feedback: EnvironmentFeedback | None
     teacher: SwapTeacher | None
@@ -118,25 +120,29 @@ def assemble(
     handlers: Mapping[str, Callable[[Any], None]],
     *,
     steps_done: int = 0,
-    data: Sequence[Mapping[str, Any]] | None = None,
-    eval_data: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
-    reward: Callable[[Sample], Any] | None = None,
+    eval_data: Mapping[str, Sequence[Mapping[str, Any]]],
+    objects: Mapping[str, Any],
 ) -> Rooms:
-    """Build everything, the cheap and likely wrong (data, templates) before the dear (model, engine)."""
+    """Build everything, the cheap and likely wrong (data, templates) before the dear (model, engine).
+
+    objects: data, reward, algorithm, feedback and filter where the caller brings Python objects instead of names.
+    """
     from transformers import AutoTokenizer
 
     torch.manual_seed(config.run.seed)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     seed = config.run.seed
-    algorithm = build_algorithm(config.algorithm)
-    dataset = PromptDataset(config.data, tokenizer, data, seed, responses="rollout" not in algorithm.needs)
-    eval_sets = _eval_sets(config, tokenizer, eval_data or {})
+    algorithm = build_algorithm(objects.get("algorithm", config.algorithm))
+    responses = "rollout" not in algorithm.needs
+    dataset = PromptDataset(config.data, tokenizer, objects.get("data"), seed, responses=responses)
+    eval_sets = _eval_sets(config, tokenizer, eval_data)
     feedback = None
-    if config.feedback is not None:
-        feedback = build_feedback(config.feedback)
+    if (chosen := objects.get("feedback", config.feedback)) is not None:
+        feedback = build_feedback(chosen)
         feedback.bind(tokenizer, seed=seed, chat_template_kwargs=config.data.chat_template_kwargs)
-    given = reward if reward is not None else config.reward
-    judge = build_judge(given, feedback=feedback) if given is not None else None
+    reward = objects.get("reward", config.reward)
+    judge = build_judge(reward, feedback=feedback) if reward is not None else None
+    group_filter = objects.get("filter", config.rollout.filter)
 
     policy = MegatronPolicy(
         config.model,
@@ -191,6 +197,7 @@ def assemble(
             leader=agreement.rank // config.engine.tensor_parallel,
             leaders=policy.mesh.world_size // config.engine.tensor_parallel,
         ),
+        group_filter=None if group_filter is None else build_filter(group_filter),
         judge=judge,
         feedback=feedback,
         teacher=teacher,

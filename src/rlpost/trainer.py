@@ -27,7 +27,9 @@ from rlpost.phases import Agreement
 from rlpost.types import Sample
 
 if TYPE_CHECKING:
+    from rlpost.algorithms.base import Algorithm
     from rlpost.data.batching import Update
+    from rlpost.feedback.base import EnvironmentFeedback
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +55,8 @@ class Trainer:
 
     config: the typed configuration (`Trainer.from_recipe` builds it). data: rows (a list of dicts) instead of
     `data.train`; eval_data: {name: rows} beside `data.eval`; reward: a function `fn(sample) -> float | RewardResult`
-    instead of `reward`; model: a Hugging Face directory or hub id instead of `model.path`.
+    instead of `reward`; model: a Hugging Face directory or hub id instead of `model.path`; algorithm, feedback: objects
+    instead of the groups of that name; group_filter: `fn(samples of one group) -> bool` instead of `rollout.filter`.
     Raises ConfigError with every mistake of the configuration, before anything is loaded.
     """
 
@@ -65,11 +68,17 @@ class Trainer:
         eval_data: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
         reward: Callable[[Sample], Any] | None = None,
         model: str | Path | None = None,
+        algorithm: Algorithm | None = None,
+        feedback: EnvironmentFeedback | None = None,
+        group_filter: Callable[[Sequence[Sample]], bool] | None = None,
     ):
         if model is not None:
             config.model.path = str(model)
-        given = {"data": data, "reward": reward}
-        check_config(config, frozenset(name for name, value in given.items() if value is not None))
+        if algorithm is not None:  # for the record: the run's config.yaml
+            config.algorithm = {"_target_": f"{type(algorithm).__module__}.{type(algorithm).__qualname__}"}
+        given = {"data": data, "reward": reward, "algorithm": algorithm, "feedback": feedback, "filter": group_filter}
+        objects = {name: value for name, value in given.items() if value is not None}
+        check_config(config, objects)
         # Megatron and Transformers load only now: a wrong configuration has failed within a second.
         from rlpost.assemble import assemble
         from rlpost.parallel import init_distributed
@@ -86,9 +95,8 @@ class Trainer:
                 agreement,
                 {name: getattr(self, f"_{name}") for name in PHASES},
                 steps_done=checkpoint.state["step"] if checkpoint else 0,
-                data=data,
-                eval_data=eval_data,
-                reward=reward,
+                eval_data=eval_data or {},
+                objects=objects,
             )
             self.step_number = restore_checkpoint(self.rooms, checkpoint)  # steps done
         self.last_metrics: dict[str, float] = {}
@@ -216,11 +224,17 @@ class Trainer:
         work.samples = samples if self.rooms.agreement.rank == 0 else []
 
     def _rollout(self, work: StepWork) -> None:
+        from rlpost.rollout.filters import sample_until_full
+
+        if self.rooms.group_filter is not None:
+            work.samples, work.metrics = sample_until_full(self.rooms, work.step)
+            return
         prompts = self.rooms.data.next_batch(self.config.rollout.prompts_per_step)
         work.samples = self.rooms.sampler.sample(prompts, work.step)
 
     def _judge(self, work: StepWork) -> None:
-        work.metrics |= self.rooms.judge.score(work.samples)
+        if self.rooms.group_filter is None:  # which has judged what it kept
+            work.metrics |= self.rooms.judge.score(work.samples)
         if self.rooms.feedback is not None:
             self.rooms.feedback.teacher_prompts(work.samples)
 

@@ -45,11 +45,13 @@ class _Algorithms(Mapping[str, "type[Algorithm]"]):
 ALGORITHMS = _Algorithms()
 
 
-def build_algorithm(cfg: Mapping[str, Any]) -> Algorithm:
-    """The algorithm that `cfg` names, its other keys being the fields of its dataclass.
+def build_algorithm(cfg: Mapping[str, Any] | Algorithm) -> Algorithm:
+    """The algorithm that `cfg` names, its other keys being the fields of its dataclass; or itself where it is one.
 
     Raises ValueError with one line for each unknown field and each value that is not allowed.
     """
+    if not isinstance(cfg, Mapping):
+        return cfg
     cls, values = resolve(cfg, ALGORITHMS, "algorithm")
     if not is_dataclass(cls):
         raise ValueError(f"algorithm._target_={cfg['_target_']} is not a dataclass, as an Algorithm is")

@@ -95,6 +95,8 @@ class GRPO(CorrectedAlgorithm):
 
     def prepare(self, samples: Sequence[Sample]) -> dict[str, float]:
         super().prepare(samples)
+        if not samples:
+            return {}
         unscored = [s for s in samples if s.reward is None]
         if unscored:
             raise ValueError(f"{len(unscored)} of {len(samples)} samples have no reward, which {self.name} needs")

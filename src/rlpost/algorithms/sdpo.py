@@ -61,6 +61,10 @@ class SDPO(CorrectedAlgorithm):
         old = {"old_logprobs"} if self.is_clip is not None or self.correction is not None else set()
         return frozenset({"rollout", "teacher"} | old)
 
+    @property
+    def top_k_needed(self) -> int:
+        return self.top_k if self.mode == "topk" else 0
+
     def prepare(self, samples: Sequence[Sample]) -> dict[str, float]:
         super().prepare(samples)
         live = taught = 0

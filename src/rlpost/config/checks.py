@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rlpost.config.compose import ConfigError
@@ -31,6 +32,7 @@ AT_LEAST = {
     "rollout.prompts_per_step": 1,
     "rollout.samples_per_prompt": 1,
     "rollout.max_response_tokens": 1,
+    "rollout.max_rounds": 1,
     "train.updates_per_rollout": 1,
     "train.max_tokens_per_micro_batch": 1,
     "train.max_skipped": 1,
@@ -55,15 +57,15 @@ AFTER = {
 }
 
 
-def check_config(config: Config, objects: frozenset[str] = frozenset()) -> None:
-    """Raise ConfigError with every broken rule. `objects` names what the caller brings as Python objects
-    (reward, data, model): their fields are not read."""
+def check_config(config: Config, objects: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Raise ConfigError with every broken rule. `objects` is what the caller brings as Python objects (data,
+    reward, algorithm, feedback, filter): the fields in their place are not read."""
     mistakes = list(_mistakes(config, objects))
     if mistakes:
         raise ConfigError(mistakes)
 
 
-def _mistakes(config: Config, objects: frozenset[str]) -> Iterator[str]:
+def _mistakes(config: Config, objects: Mapping[str, Any]) -> Iterator[str]:
     for key, allowed in CHOICES.items():
         if (value := _get(config, key)) not in allowed:
             yield f"{key}={value} is not allowed; allowed are {', '.join(allowed)}"
@@ -76,7 +78,7 @@ def _mistakes(config: Config, objects: frozenset[str]) -> Iterator[str]:
 
     yield from _component_mistakes(config, objects)
     try:
-        algorithm = build_algorithm(config.algorithm)
+        algorithm = build_algorithm(objects.get("algorithm", config.algorithm))
     except (ValueError, TypeError, ImportError) as error:
         yield from str(error).splitlines()
     else:
@@ -84,7 +86,7 @@ def _mistakes(config: Config, objects: frozenset[str]) -> Iterator[str]:
         yield from _phase_mistakes(config, algorithm)
 
 
-def _algorithm_mistakes(config: Config, algorithm: Algorithm, objects: frozenset[str]) -> Iterator[str]:
+def _algorithm_mistakes(config: Config, algorithm: Algorithm, objects: Mapping[str, Any]) -> Iterator[str]:
     """What the algorithm needs of the other groups."""
     if "rollout" in algorithm.needs:
         if config.rollout.temperature <= 0:
@@ -104,26 +106,27 @@ def _algorithm_mistakes(config: Config, algorithm: Algorithm, objects: frozenset
     if "teacher" in algorithm.needs:
         if config.teacher is None:
             yield f"algorithm.name={algorithm.name} needs a teacher: choose teacher=ema or teacher=static"
-        if config.feedback is None:
+        if config.feedback is None and "feedback" not in objects:
             yield f"algorithm.name={algorithm.name} needs feedback: choose one of feedback=sdpo, golden, opsd, opd"
     elif config.teacher is not None:
         yield f"teacher is set, but algorithm.name={algorithm.name} has no use for one: choose teacher=none"
     vocabulary = _model_config(config).get("vocab_size")
-    top_k = getattr(algorithm, "top_k", 0) if getattr(algorithm, "mode", None) == "topk" else 0
-    if vocabulary and top_k > vocabulary:
-        yield f"algorithm.top_k={top_k} is larger than the model's vocabulary of {vocabulary}"
+    if vocabulary and algorithm.top_k_needed > vocabulary:
+        yield f"algorithm.top_k={algorithm.top_k_needed} is larger than the model's vocabulary of {vocabulary}"
 
 
-def _component_mistakes(config: Config, objects: frozenset[str]) -> Iterator[str]:
-    """What the classes of teacher, feedback and reward say of their own fields."""
+def _component_mistakes(config: Config, objects: Mapping[str, Any]) -> Iterator[str]:
+    """What the classes of teacher, feedback, reward and filter say of their own fields."""
     from rlpost.feedback import build_feedback
     from rlpost.rewards.judge import build_judge
+    from rlpost.rollout.filters import build_filter
     from rlpost.teacher import build_teacher_config
 
     for name, values, build in (
         ("teacher", config.teacher, build_teacher_config),
-        ("feedback", config.feedback, build_feedback),
+        ("feedback", objects.get("feedback", config.feedback), build_feedback),
         ("reward", None if "reward" in objects else config.reward, build_judge),
+        ("rollout", config.rollout.filter, build_filter),
     ):
         if values is None:
             continue
@@ -153,7 +156,7 @@ def _parallel_mistakes(config: Config) -> Iterator[str]:
         yield f"parallel.tensor={p.tensor} does not divide the model's {groups} key/value heads"
 
 
-def _file_mistakes(config: Config, objects: frozenset[str]) -> Iterator[str]:
+def _file_mistakes(config: Config, objects: Mapping[str, Any]) -> Iterator[str]:
     path = Path(config.model.path)
     if "model" not in objects:
         looks_local = path.is_absolute() or config.model.path.startswith(".") or config.model.path.count("/") != 1

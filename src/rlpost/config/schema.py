@@ -76,6 +76,8 @@ class RolloutConfig:
     top_k: int = -1
     stop_token_ids: list[int] = field(default_factory=list)  # beside the eos ids of the model
     mask_truncated: bool = False
+    filter: str | None = None  # nonzero_std, or an import path: fn(samples of a group) -> bool; see rollout/filters.py
+    max_rounds: int = 4  # of sampling in a step, to get prompts_per_step groups that pass the filter
 
 
 @dataclass

@@ -50,6 +50,8 @@ class Batcher:
         groups: dict[int, list[Sample]] = {}
         for sample in samples:
             groups.setdefault(sample.group_id, []).append(sample)
+        if not groups:
+            return []
         count = min(self.updates_per_rollout, len(groups))
         whole = list(groups.values())
         cuts = [round(i * len(whole) / count) for i in range(count + 1)]

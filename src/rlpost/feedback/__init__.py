@@ -25,11 +25,13 @@ __all__ = [
 BUILTIN = {"opd": OPDFeedback, "opsd": OPSDFeedback, "sdpo": SDPOFeedback, "golden": GoldenAnswerSDPOFeedback}
 
 
-def build_feedback(spec: Mapping[str, Any]) -> EnvironmentFeedback:
+def build_feedback(spec: Mapping[str, Any] | EnvironmentFeedback) -> EnvironmentFeedback:
     """From `{name: sdpo, …}` or `{_target_: import.path, …}`; the other keys are the strategy's arguments.
 
     Raises TypeError for one that it does not know, naming the accepted ones, and ValueError for a wrong value.
     """
+    if isinstance(spec, EnvironmentFeedback):
+        return spec
     cls, kwargs = resolve(spec, BUILTIN, "feedback")
     if not (isinstance(cls, type) and issubclass(cls, EnvironmentFeedback)):
         raise TypeError(f"feedback: {cls!r} is no subclass of rlpost.feedback.EnvironmentFeedback")

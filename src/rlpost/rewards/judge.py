@@ -16,6 +16,7 @@ from rlpost.imports import check_keywords, resolve
 from rlpost.rewards import RewardResult
 from rlpost.rewards.choice import Choice
 from rlpost.rewards.exact import Exact
+from rlpost.rewards.shaping import Length, Overlong
 from rlpost.rewards.workers import run_all
 from rlpost.types import Sample
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BUILTIN: dict[str, Callable[..., Any]] = {"choice": Choice, "exact": Exact}
+BUILTIN: dict[str, Callable[..., Any]] = {"choice": Choice, "exact": Exact, "length": Length, "overlong": Overlong}
 GROUP_PARAMETERS = ("group", "samples")  # a function whose first parameter is so called scores whole groups
 
 

@@ -44,20 +44,23 @@ class Sampler:
         n: int | None = None,
         params: SamplingParams | None = None,
         stream: str = "train",
+        first: int = 0,
     ) -> list[Sample]:
         """n samples of each prompt of this rank's share, group after group.
 
         prompts: those of all ranks, the same list on each. n and params: by default the configuration's. stream:
-        "train" or "eval/<name>"; streams draw different random numbers.
+        "train" or "eval/<name>"; streams draw different random numbers. first: the position in the step of the first
+        prompt, where a step samples more than once.
         """
         n, params = n or self.config.samples_per_prompt, params or self.params
-        first, last = (len(prompts) * k // self.leaders for k in (self.leader, self.leader + 1))
-        drawn = [(position, index) for position in range(first, last) for index in range(n)]
+        start, end = (len(prompts) * k // self.leaders for k in (self.leader, self.leader + 1))
+        drawn = [(position, index) for position in range(start, end) for index in range(n)]
         requests = [
-            Request(prompts[p].ids, params, sample_seed(self.seed, stream, step, prompts[p].id, p, i)) for p, i in drawn
+            Request(prompts[p].ids, params, sample_seed(self.seed, stream, step, prompts[p].id, first + p, i))
+            for p, i in drawn
         ]
         completions = self.engine.generate(requests) if requests else []
-        return [self._sample(prompts[p], group_id(step, p), i, c) for (p, i), c in zip(drawn, completions)]
+        return [self._sample(prompts[p], group_id(step, first + p), i, c) for (p, i), c in zip(drawn, completions)]
 
     def _sample(self, prompt: Prompt, group: int, index: int, completion: Completion) -> Sample:
         masked = self.config.mask_truncated and completion.finish_reason == "length"
