@@ -161,8 +161,8 @@ def assemble(
         updates_per_rollout=config.train.updates_per_rollout,
         max_tokens=config.train.max_tokens_per_micro_batch,
         max_response_tokens=config.rollout.max_response_tokens,
-        dp_rank=policy.mesh.dp_rank,
-        dp_size=policy.mesh.dp_size,
+        dp_rank=policy.mesh.dp.rank,
+        dp_size=policy.mesh.dp.size,
     )
     teacher = None
     if config.teacher is not None:

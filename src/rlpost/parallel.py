@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import ProcessGroup
 
     from rlpost.config.schema import ParallelConfig
@@ -55,70 +56,145 @@ def world_size() -> int:
 def check_layout(parallel: ParallelConfig, ranks: int) -> int:
     """The data-parallel size of `ranks` ranks, or a ValueError that does the arithmetic."""
     sizes = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "context": parallel.context}
-    for name, size in {**sizes, "expert": parallel.expert}.items():
-        if size < 1:
+    optional = {"virtual_pipeline": parallel.virtual_pipeline, "expert_tensor": parallel.expert_tensor}
+    for name, size in {**sizes, "expert": parallel.expert, **optional}.items():
+        if size is not None and size < 1:
             raise ValueError(f"parallel.{name}={size}: must be at least 1")
-    not_yet = {
-        "pipeline": parallel.pipeline,
-        "virtual_pipeline": parallel.virtual_pipeline or 1,
-        "context": parallel.context,
-        "expert": parallel.expert,
-        "expert_tensor": parallel.expert_tensor or 1,
-    }
-    for name, size in not_yet.items():
-        if size != 1:
-            raise ValueError(f"parallel.{name}={size} is not supported yet: only 1 is; use parallel.tensor")
+    for name, size in {"context": parallel.context, "expert": parallel.expert, **optional}.items():
+        if name != "virtual_pipeline" and size not in (1, None):
+            raise ValueError(f"parallel.{name}={size} is not supported yet: only 1 is; use tensor or pipeline")
     if parallel.sequence and parallel.tensor == 1:
         raise ValueError("parallel.sequence=true needs parallel.tensor > 1: it cuts sequences over the tensor ranks")
+    if virtual_stages(parallel) and parallel.pipeline == 1:
+        raise ValueError(
+            f"parallel.virtual_pipeline={parallel.virtual_pipeline} needs parallel.pipeline > 1: it cuts its stages"
+        )
+    if parallel.expert > 1 and parallel.tensor > 1 and not parallel.sequence:
+        raise ValueError(
+            f"parallel.expert={parallel.expert} with parallel.tensor={parallel.tensor} needs parallel.sequence=true"
+        )
     model_ranks = math.prod(sizes.values())
     if ranks % model_ranks:
-        product = " × ".join(f"{name} {size}" for name, size in sizes.items())
-        raise ValueError(f"{ranks} ranks are not a multiple of {model_ranks} = {product}; start a multiple of it")
+        raise ValueError(f"{ranks} ranks are not a multiple of {_product(sizes)}; start a multiple of it")
+    experts = {"expert": parallel.expert, "expert_tensor": expert_tensor(parallel), "pipeline": parallel.pipeline}
+    if ranks % math.prod(experts.values()):
+        layout = {**sizes, "data": ranks // model_ranks}
+        raise ValueError(
+            f"{_product(layout)} ranks are not a multiple of {_product(experts)}, which the experts need: "
+            "change parallel.expert or parallel.expert_tensor"
+        )
     return ranks // model_ranks
+
+
+def _product(sizes: Mapping[str, int]) -> str:
+    return f"{math.prod(sizes.values())} = " + " × ".join(f"{name} {size}" for name, size in sizes.items())
+
+
+def virtual_stages(parallel: ParallelConfig) -> int | None:
+    """Model chunks on each pipeline rank, None where every rank has one."""
+    return parallel.virtual_pipeline if (parallel.virtual_pipeline or 1) > 1 else None
+
+
+def expert_tensor(parallel: ParallelConfig) -> int:
+    """Ranks that share one expert: as many as share any other layer, where nothing else is said."""
+    return parallel.tensor if parallel.expert_tensor is None else parallel.expert_tensor
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One dimension of the layout: the ranks that differ from this one in it alone."""
+
+    group: ProcessGroup
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, group: ProcessGroup) -> Axis:
+        return cls(group, group.rank(), group.size())
+
+    def global_rank(self, rank: int) -> int:
+        return dist.get_global_rank(self.group, rank)
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this rank stands. Tensor-parallel ranks are neighbours: rank = dp_rank · tp_size + tp_rank."""
+    """Where this rank stands. Tensor-parallel ranks are neighbours, then context, data and pipeline ranks.
+
+    Samples are dealt out over `dp`. Weights and optimizer state are shared out over `shard`: the data-parallel and
+    the context-parallel ranks together, as each of them sees tokens of its own. Experts lie differently on the same
+    ranks: `expert` ranks have different experts, `expert_tp` ranks cut each, `expert_shard` ranks have the same.
+    """
 
     rank: int
     world_size: int
-    dp_rank: int
-    dp_size: int
-    tp_rank: int
-    tp_size: int
-    dp_group: ProcessGroup
-    tp_group: ProcessGroup
+    dp: Axis
+    tp: Axis
+    pp: Axis
+    cp: Axis
+    shard: Axis
+    expert: Axis
+    expert_tp: Axis
+    expert_shard: Axis
 
     @classmethod
     def build(cls, parallel: ParallelConfig) -> Mesh:
         """Megatron's process groups for `parallel` over all ranks. Collective; the groups of an earlier mesh of
         the same shape are used again, those of another shape are given up.
 
-        Raises ValueError where the ranks do not fit, or where a dimension is not supported.
+        Raises ValueError where the ranks do not fit.
         """
-        from megatron.core import parallel_state
+        from megatron.core import parallel_state as state
 
         init_distributed()
         check_layout(parallel, dist.get_world_size())
-        if parallel_state.model_parallel_is_initialized() and (
-            parallel_state.get_tensor_model_parallel_world_size() != parallel.tensor
-        ):
-            parallel_state.destroy_model_parallel()
-        if not parallel_state.model_parallel_is_initialized():
-            parallel_state.initialize_model_parallel(tensor_model_parallel_size=parallel.tensor)
-        dp_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        tp_group = parallel_state.get_tensor_model_parallel_group()
+        shape = (
+            parallel.tensor,
+            parallel.pipeline,
+            virtual_stages(parallel),
+            parallel.context,
+            parallel.expert,
+            expert_tensor(parallel),
+        )
+        if state.model_parallel_is_initialized() and shape != _current_shape():
+            state.destroy_model_parallel()
+        if not state.model_parallel_is_initialized():
+            state.initialize_model_parallel(
+                tensor_model_parallel_size=parallel.tensor,
+                pipeline_model_parallel_size=parallel.pipeline,
+                virtual_pipeline_model_parallel_size=virtual_stages(parallel),
+                context_parallel_size=parallel.context,
+                expert_model_parallel_size=parallel.expert,
+                expert_tensor_parallel_size=expert_tensor(parallel),
+            )
         return cls(
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
-            dp_rank=dp_group.rank(),
-            dp_size=dp_group.size(),
-            tp_rank=tp_group.rank(),
-            tp_size=tp_group.size(),
-            dp_group=dp_group,
-            tp_group=tp_group,
+            dp=Axis.of(state.get_data_parallel_group()),
+            tp=Axis.of(state.get_tensor_model_parallel_group()),
+            pp=Axis.of(state.get_pipeline_model_parallel_group()),
+            cp=Axis.of(state.get_context_parallel_group()),
+            shard=Axis.of(state.get_data_parallel_group(with_context_parallel=True)),
+            expert=Axis.of(state.get_expert_model_parallel_group()),
+            expert_tp=Axis.of(state.get_expert_tensor_parallel_group()),
+            expert_shard=Axis.of(state.get_expert_data_parallel_group()),
         )
+
+    @property
+    def last_stage(self) -> bool:
+        return self.pp.rank == self.pp.size - 1
+
+
+def _current_shape() -> tuple[int | None, ...]:
+    from megatron.core import parallel_state as state
+
+    return (
+        state.get_tensor_model_parallel_world_size(),
+        state.get_pipeline_model_parallel_world_size(),
+        state.get_virtual_pipeline_model_parallel_world_size(),
+        state.get_context_parallel_world_size(),
+        state.get_expert_model_parallel_world_size(),
+        state.get_expert_tensor_parallel_world_size(),
+    )
 
 
 def all_gather_objects(value: T, group: ProcessGroup | None = None) -> list[T]:
@@ -137,6 +213,23 @@ def broadcast_object(value: T, source: int = 0, group: ProcessGroup | None = Non
     box: list[Any] = [value]
     dist.broadcast_object_list(box, src=source, group=group)
     return box[0]
+
+
+def broadcast_tensors(
+    rows: Sequence[Mapping[str, Tensor]], source: int, group: ProcessGroup, on: torch.device
+) -> list[dict[str, Tensor]]:
+    """The named tensors of global rank `source`, on every rank of the group; what other ranks give is not read."""
+    mine = dist.get_rank() == source
+    shapes = [{name: (t.shape, t.dtype) for name, t in row.items()} for row in rows] if mine else None
+    shapes = broadcast_object(shapes, source, group)
+    if mine:
+        result = [{name: t.contiguous() for name, t in row.items()} for row in rows]
+    else:
+        result = [{n: torch.empty(shape, dtype=d, device=on) for n, (shape, d) in row.items()} for row in shapes]
+    for row in result:
+        for tensor in row.values():
+            dist.broadcast(tensor, src=source, group=group)
+    return result
 
 
 def sum_over_ranks(values: Mapping[str, float], group: ProcessGroup | None = None) -> dict[str, float]:

@@ -33,7 +33,7 @@ class Run:
 
     def step(self, number: int) -> None:
         self.policy.train_step(
-            [micro_batch(10 * number + self.policy.mesh.dp_rank, ranks=self.policy.mesh.dp_size)], cross_entropy
+            [micro_batch(10 * number + self.policy.mesh.dp.rank, ranks=self.policy.mesh.dp.size)], cross_entropy
         )
         self.snapshots.ema("student", TEACHER, 0.1)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -34,8 +35,14 @@ KINDS = ("llama-tied", "qwen2", "qwen3")
 SHARES = [[(3, 4), (1, 1)], [(5, 60), (12, 33), (2, 30)], [(9, 4), (6, 6), (4, 11)], [(3, 1), (8, 1)]]
 
 
+FIELDS = {"tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "cp": "context", "ep": "expert"}
+
+
 def parallel(layout: str) -> dict:
-    return {"tensor": 2 if "tp2" in layout else 1, "sequence": "sp" in layout}
+    """`tp2-sp-dp2` → {"tensor": 2, "sequence": True}; what is left of the ranks is data parallel."""
+    cuts = dict(re.fullmatch(r"([a-z]+)(\d*)", part).groups() for part in layout.split("-"))
+    sizes = {FIELDS[name]: int(size) for name, size in cuts.items() if name in FIELDS}
+    return {**sizes, "sequence": "sp" in cuts}
 
 
 def sequences_of(seed: int) -> list[list[dict]]:
@@ -43,15 +50,17 @@ def sequences_of(seed: int) -> list[list[dict]]:
 
 
 def micros_of(policy: MegatronPolicy, shares: list[list[dict]], masked_rank: int | None = None) -> list[MicroBatch]:
-    """This data-parallel rank's shares, one micro-batch each."""
+    """This data-parallel rank's shares, one micro-batch each; of all four, the first two in one: an odd number."""
     if masked_rank is not None:
-        per_rank = len(shares) // policy.mesh.dp_size
+        per_rank = len(shares) // policy.mesh.dp.size
         for share in shares[masked_rank * per_rank : (masked_rank + 1) * per_rank]:
             for sequence in share:
                 sequence["loss_mask"].zero_()
     total = token_mean([sequence for share in shares for sequence in share])
-    per_rank = len(shares) // policy.mesh.dp_size
-    mine = shares[policy.mesh.dp_rank * per_rank : (policy.mesh.dp_rank + 1) * per_rank]
+    per_rank = len(shares) // policy.mesh.dp.size
+    mine = shares[policy.mesh.dp.rank * per_rank : (policy.mesh.dp.rank + 1) * per_rank]
+    if len(mine) == 4:
+        mine = [mine[0] + mine[1], *mine[2:]]
     return [pack(share, total) for share in mine]
 
 
@@ -76,7 +85,7 @@ def check_steps(path: Path, layout: str) -> dict:
         "logp": float((probe - logits.log_softmax(-1).gather(1, ids[:, None])[:, 0]).abs().max()),
         "loaded": largest_difference(policy.hf_tensors(), oracle.weights()),
     }
-    for step, masked_rank in enumerate((None, policy.mesh.dp_size - 1 if policy.mesh.dp_size > 1 else None)):
+    for step, masked_rank in enumerate((None, policy.mesh.dp.size - 1 if policy.mesh.dp.size > 1 else None)):
         shares = sequences_of(step)
         metrics = policy.train_step(micros_of(policy, shares, masked_rank), policy_loss)
         result[f"metrics{step}"] = relative(metrics, oracle.step(flat(shares)))
@@ -87,7 +96,7 @@ def check_steps(path: Path, layout: str) -> dict:
 def check_skip(path: Path, layout: str) -> dict:
     """A NaN on the last rank's tokens alone: nobody moves."""
     policy = make_policy(path, **parallel(layout))
-    poison = math.nan if policy.mesh.dp_rank == policy.mesh.dp_size - 1 else 1.0
+    poison = math.nan if policy.mesh.dp.rank == policy.mesh.dp.size - 1 else 1.0
 
     def poisoned(head, micro) -> LossOutput:
         return LossOutput(policy_loss(head, micro).loss_N * poison)
@@ -113,7 +122,7 @@ def check_reshard(path: Path, layout: str, directory: Path) -> dict:
     if dist.get_rank() == 0:
         torch.save({"state": state, "scalars": scalars, "metrics": third, "after": after}, directory / "state.pt")
     result = {}
-    for other in (layout, "tp2", "tp2-sp"):
+    for other in (layout, "tp2", "tp2-sp", "pp2"):
         resumed = make_policy(path, optim, **parallel(other))
         for kind in kinds:
             resumed.load_optimizer_tensors(kind, state[kind].__getitem__)

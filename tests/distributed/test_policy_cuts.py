@@ -12,7 +12,10 @@ from tiny_models import OPTIM, largest_difference, make_policy, pack, save_model
 from rlpost.config.schema import OptimConfig
 
 WORKER = Path(__file__).parent / "policy_cuts_worker.py"
-LAYOUTS = {2: ["dp2", "tp2", "tp2-sp"], 4: ["tp2-sp-dp2"]}
+LAYOUTS = {
+    2: ["dp2", "tp2", "tp2-sp", "pp2", "pp2-vpp2"],
+    4: ["tp2-sp-dp2", "pp4", "pp2-dp2", "tp2-sp-pp2"],
+}
 CASES = [layout for layouts in LAYOUTS.values() for layout in layouts]
 
 
@@ -65,7 +68,7 @@ def test_bf16_runs(layout, results):
         assert rank[f"bf16/{layout}"]["loss"] < 0.02
 
 
-@pytest.mark.parametrize("target", ["same-dp2", "tp2", "tp2-sp"])
+@pytest.mark.parametrize("target", ["same-dp2", "tp2", "tp2-sp", "pp2"])
 def test_optimizer_state_of_two_data_parallel_ranks_goes_on_in_other_layouts(target, results):
     for rank in results["dp2"]:
         got = rank["reshard"][target]

@@ -15,6 +15,7 @@ LAUNCHES = {
     "data parallel 2": (2, []),
     "tensor parallel 2": (2, ["parallel.tensor=2"]),
     "tensor parallel 2 with sequence parallel": (2, ["parallel.tensor=2", "parallel.sequence=true"]),
+    "pipeline parallel 2": (2, ["parallel.pipeline=2"]),
 }
 
 

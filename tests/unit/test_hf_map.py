@@ -27,7 +27,7 @@ def megatron_names(kind: str, fused: bool = False) -> list[str]:
         layer += ["self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"]
     if fused:
         layer = [FUSED_NORMS.get(name, name) for name in layer]
-    names = [f"decoder.layers.{i}.{name}" for i in range(2) for name in layer]
+    names = [f"decoder.layers.{i}.{name}" for i in range(4) for name in layer]
     return ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight", *names]
 
 

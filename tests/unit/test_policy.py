@@ -264,8 +264,8 @@ def test_layouts_that_do_not_fit_do_the_arithmetic():
     assert check_layout(ParallelConfig(tensor=2), 8) == 4
     with pytest.raises(ValueError, match="6 ranks are not a multiple of 4 = tensor 4 × pipeline 1 × context 1"):
         check_layout(ParallelConfig(tensor=4), 6)
-    with pytest.raises(ValueError, match=r"parallel\.pipeline=2 is not supported yet"):
-        check_layout(ParallelConfig(pipeline=2), 2)
+    with pytest.raises(ValueError, match=r"parallel\.virtual_pipeline=2 needs parallel\.pipeline > 1"):
+        check_layout(ParallelConfig(virtual_pipeline=2), 2)
     with pytest.raises(ValueError, match=r"parallel\.sequence=true needs parallel\.tensor > 1"):
         check_layout(ParallelConfig(sequence=True), 2)
     with pytest.raises(ValueError, match=r"parallel\.tensor=0"):

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from rlpost.parallel import virtual_stages
 from rlpost.policy.attention import PackedAttention, PackedSequences
 from rlpost.policy.hf_map import HFMap, padded_vocabulary
 from rlpost.policy.layers import RMSNorm, SwiGLU
@@ -62,15 +66,21 @@ def make_map(hf: PreTrainedConfig) -> HFMap:
     )
 
 
-def _check_cuts(hf: PreTrainedConfig, tp_size: int) -> None:
+def _check_cuts(hf: PreTrainedConfig, parallel: ParallelConfig) -> None:
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if getattr(hf, key) % tp_size:
-            raise ValueError(f"parallel.tensor={tp_size} does not divide the model's {key}={getattr(hf, key)}")
+        if getattr(hf, key) % parallel.tensor:
+            raise ValueError(f"parallel.tensor={parallel.tensor} does not divide the model's {key}={getattr(hf, key)}")
+    chunks = parallel.pipeline * (virtual_stages(parallel) or 1)
+    if hf.num_hidden_layers % chunks:
+        raise ValueError(
+            f"parallel.pipeline={parallel.pipeline} × parallel.virtual_pipeline={virtual_stages(parallel) or 1} = "
+            f"{chunks} does not divide the model's num_hidden_layers={hf.num_hidden_layers}"
+        )
 
 
 def transformer_config(hf: PreTrainedConfig, dtype: torch.dtype, parallel: ParallelConfig) -> TransformerConfig:
     """Megatron's configuration of the model. Fusions that need CUDA are on only there."""
-    _check_cuts(hf, parallel.tensor)
+    _check_cuts(hf, parallel)
     on_cuda = torch.cuda.is_available()
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
@@ -93,6 +103,13 @@ def transformer_config(hf: PreTrainedConfig, dtype: torch.dtype, parallel: Paral
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=parallel.tensor,
         sequence_parallel=parallel.sequence,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=virtual_stages(parallel),
+        variable_seq_lengths=parallel.pipeline > 1,  # stages tell each other the length of every micro-batch
+        moe_token_dispatcher_type="alltoall",  # the one that takes varying lengths
+        # Batched sends of a stage with two chunks to a peer that is both its neighbours get mixed up, silently.
+        batch_p2p_comm=virtual_stages(parallel) is None,
+        overlap_p2p_comm=False,
         use_cpu_initialization=not on_cuda,
         perform_initialization=False,  # every parameter is read from the checkpoint
         bias_activation_fusion=on_cuda,
@@ -116,10 +133,11 @@ def _finalize(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any)
 class PackedGPT(GPTModel):
     """Megatron's GPT over packed sequences; gives the hidden states after the final norm, not logits.
 
+    Of a pipeline it is one chunk of the layers: the one of this rank, or one of several (`chunk` counts them).
     Rotary angles are Transformers' own (all of its rope types), computed once per micro-batch.
     """
 
-    def __init__(self, hf: PreTrainedConfig, config: TransformerConfig) -> None:
+    def __init__(self, hf: PreTrainedConfig, config: TransformerConfig, chunk: int | None = None) -> None:
         layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
         parts, attention = layer.submodules, layer.submodules.self_attention.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
@@ -127,19 +145,25 @@ class PackedGPT(GPTModel):
         attention.core_attention = PackedAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
+        layers = get_num_layers_to_build(config, vp_stage=chunk)
         super().__init__(
             config=config,
-            transformer_layer_spec=TransformerBlockSubmodules([layer] * config.num_layers, layer_norm=RMSNorm),
+            transformer_layer_spec=TransformerBlockSubmodules([layer] * layers, layer_norm=RMSNorm),
             vocab_size=padded_vocabulary(hf.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=hf.max_position_embeddings,
             share_embeddings_and_output_weights=hf.tie_word_embeddings,
             position_embedding_type="none",
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
+            vp_stage=chunk,
         )
         self.rope = LlamaRotaryEmbedding(hf)
 
     def forward_packed(self, micro: MicroBatch) -> Tensor:
         """Hidden states [T, 1, H]; with sequence parallelism this rank's part [T / TP, 1, H]."""
-        cos, sin = self.rope(torch.empty((), dtype=self.config.params_dtype), micro.position_ids_T.unsqueeze(0))
+        positions = micro.position_ids_T
+        like = torch.empty((), dtype=self.config.params_dtype, device=positions.device)
+        cos, sin = self.rope(like, positions.unsqueeze(0))
         half = cos.shape[-1] // 2  # both halves of a head turn by the same angles
         packed = PackedSequences.of(
             micro.cu_seqlens, micro.max_seqlen, cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
@@ -150,30 +174,43 @@ class PackedGPT(GPTModel):
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states
 
-    def head_weight(self) -> Tensor:
+    def head_weight(self) -> Tensor | None:
+        if not self.post_process:
+            return None
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
+    def global_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Parameters under the names of the whole model: layers are counted over all chunks."""
+        for name, parameter in self.named_parameters():
+            if local := re.match(r"decoder\.layers\.(\d+)\.", name):
+                number = self.decoder.layers[int(local.group(1))].layer_number - 1
+                name = f"decoder.layers.{number}.{name[local.end() :]}"
+            yield name, parameter
 
-def build_model(hf: PreTrainedConfig, model: ModelConfig, parallel: ParallelConfig) -> DistributedDataParallel:
-    """The model in Megatron's data-parallel wrapper. Its weights are not read yet."""
+
+def build_model(hf: PreTrainedConfig, model: ModelConfig, parallel: ParallelConfig) -> list[DistributedDataParallel]:
+    """This rank's chunks of the model, each in Megatron's data-parallel wrapper. Their weights are not read yet."""
     if model.dtype not in DTYPES:
         raise ValueError(f"model.dtype={model.dtype!r}: allowed are {', '.join(DTYPES)}")
     config = transformer_config(hf, DTYPES[model.dtype], parallel)
-    module = PackedGPT(hf, config)
     hf_map = make_map(hf)
-    for name, parameter in module.named_parameters():
-        # Without its own initialisation Megatron forgets to mark weights as cut, and the gradient norm would then
-        # count them on the first tensor-parallel rank only.
-        cut = hf_map.rule(name)[0].cut
-        if cut is not None and not hasattr(parameter, "tensor_model_parallel"):
-            set_tensor_model_parallel_attributes(parameter, True, cut, 1)
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-    return DistributedDataParallel(config, ddp, module)
+    chunks = []
+    for chunk in range(virtual_stages(parallel) or 1):
+        module = PackedGPT(hf, config, chunk if virtual_stages(parallel) else None)
+        for name, parameter in module.global_parameters():
+            # Without its own initialisation Megatron forgets to mark weights as cut, and the gradient norm would then
+            # count them on the first tensor-parallel rank only.
+            cut = hf_map.rule(name)[0].cut
+            if cut is not None and not hasattr(parameter, "tensor_model_parallel"):
+                set_tensor_model_parallel_attributes(parameter, True, cut, 1)
+        chunks.append(DistributedDataParallel(config, ddp, module))
+    return chunks
 
 
-def build_optimizer(model: DistributedDataParallel, optim: OptimConfig) -> MegatronOptimizer:
+def build_optimizer(chunks: list[DistributedDataParallel], optim: OptimConfig) -> MegatronOptimizer:
     """Megatron's distributed Adam with fp32 masters; the learning rate is set at each step."""
     config = OptimizerConfig(
         optimizer="adam",
@@ -183,12 +220,12 @@ def build_optimizer(model: DistributedDataParallel, optim: OptimConfig) -> Megat
         adam_beta2=optim.betas[1],
         adam_eps=optim.eps,
         clip_grad=optim.clip_grad,
-        bf16=model.config.bf16,
-        params_dtype=model.config.params_dtype,
+        bf16=chunks[0].config.bf16,
+        params_dtype=chunks[0].config.params_dtype,
         use_distributed_optimizer=True,
     )
     with torch.no_grad():  # else the shards of fp32 parameters are no leaves, and torch warns at each look at .grad
-        optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+        optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
     for group in optimizer.param_groups:
         # Megatron's own scheduler would apply these multipliers (no decay of norms and biases).
         group["weight_decay"] = optim.weight_decay * group["wd_mult"]

@@ -91,6 +91,10 @@ class HFMap:
             parts = ("model.embed_tokens.weight",)
         return rule, parts
 
+    def on_disk(self, name: str) -> bool:
+        """Whether a parameter has tensors of its own: a tied head is the embedding."""
+        return not (self.tied and name == "output_layer.weight")
+
     def from_hf(self, name: str, get: Callable[[str], Tensor], tp_rank: int = 0, tp_size: int = 1) -> Tensor:
         """A rank's shard of a Megatron parameter; the whole tensor with `tp_size` 1.
 
@@ -113,7 +117,7 @@ class HFMap:
         A tied head gives nothing: the embedding is sent under its own name.
         """
         rule, names = self.rule(name)
-        if self.tied and name == "output_layer.weight":
+        if not self.on_disk(name):
             return []
         if rule.cut is None:
             shards = shards[:1]

@@ -23,6 +23,7 @@ from rlpost.policy.cpu import megatron_device
 from rlpost.policy.hf_io import SafetensorsReader
 from rlpost.policy.logits import Head
 from rlpost.policy.optimizer import GetTensor, MasterShards, learning_rate
+from rlpost.policy.pipeline import schedule_options
 from rlpost.policy.pool import MetricPool
 from rlpost.policy.protocol import StateKind
 from rlpost.types import LossFn, MicroBatch
@@ -68,14 +69,15 @@ class MegatronPolicy:
             random_state = torch.get_rng_state()
             model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
             torch.set_rng_state(random_state)
-            self._model = build_model(self.hf_config, model, parallel).to(self.device)
-            self._optimizer = build_optimizer(self._model, optim)
-            self._shards = MasterShards(self._model, self._optimizer, self._map, self.mesh)
+            self._chunks = [chunk.to(self.device) for chunk in build_model(self.hf_config, model, parallel)]
+            self._optimizer = build_optimizer(self._chunks, optim)
+            self._shards = MasterShards(self._chunks, self._optimizer, self._map, self.mesh)
+        self._sequence_parallel = parallel.sequence
         self._load_weights(SafetensorsReader(model.path))
 
     def _load_weights(self, reader: SafetensorsReader) -> None:
         """Through the masters, so that each data-parallel rank reads only the range that it owns."""
-        expected = {part for name, _ in self._model.module.named_parameters() for part in self._map.rule(name)[1]}
+        expected = {part for name in self._shards.names() for part in self._map.rule(name)[1]}
         if self._map.tied:
             expected.add("lm_head.weight")  # some tied checkpoints hold the embedding a second time
         unknown = sorted(set(reader.names()) - expected)
@@ -100,15 +102,16 @@ class MegatronPolicy:
 
         rate = learning_rate(self.optim, self._calls, self.total_steps)
         with megatron_device():
-            self._model.train()
-            self._model.zero_grad_buffer()
+            for chunk in self._chunks:
+                chunk.train()
+                chunk.zero_grad_buffer()
             self._optimizer.zero_grad()
             self._run(micros, reduce, forward_only=False)
             grad_norm, moved = self._update(rate)
         self._calls += 1
         self._updates += moved
         return {
-            **pool.reduced(self.mesh.dp_group),
+            **self._from_last_stage(pool),
             "train/grad_norm": grad_norm,
             "train/lr": rate,
             "train/skipped": float(not moved),
@@ -129,30 +132,54 @@ class MegatronPolicy:
         self._optimizer.step_with_ready_grads()
         return grad_norm, True
 
+    def _from_last_stage(self, pool: MetricPool) -> dict[str, float]:
+        """The pooled metrics on all ranks; only the last stage has seen losses."""
+        pp = self.mesh.pp
+        pooled = pool.reduced(self.mesh.shard.group) if self.mesh.last_stage else {}
+        return ranks.broadcast_object(pooled, pp.global_rank(pp.size - 1), pp.group)
+
     def _run(self, micros: Sequence[MicroBatch], reduce: Callable[..., Any], forward_only: bool) -> list[Any]:
-        """Megatron's schedule over the micro-batches; `reduce(hidden, micro)` is the last stage's work on each."""
+        """Megatron's schedule over the micro-batches; `reduce(hidden, micro)` is the last stage's work on each.
+
+        The results of the last stage's ranks; of the others none.
+        """
         if not micros:
             raise ValueError("a step needs at least one micro-batch on every rank; a filler will do")
-        multiple = self.mesh.tp_size if self._model.config.sequence_parallel else 1
+        fillers = [_filler()] * (-len(micros) % self.micro_batch_multiple)
+        count = len(micros) + len(fillers)
+        multiple = self.mesh.tp.size if self._sequence_parallel else 1
 
-        def forward_step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
-            micro = pad_tokens(next(iterator).to(self.device), multiple)
+        def forward_step(iterator: Iterator[tuple[int, MicroBatch]], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+            number, micro = next(iterator)
+            if not model.module.post_process:
+                micro = replace(micro, fields={}, teacher_head=None)
+            micro = pad_tokens(micro.to(self.device), multiple)
 
             def collect(hidden: Tensor, non_loss_data: bool = False) -> Any:
-                return reduce(hidden, micro)
+                if number < len(micros):
+                    return reduce(hidden, micro)
+                return 0.0 * hidden.sum(), torch.zeros((), dtype=torch.int32), None
 
             return model.module.forward_packed(micro), collect
 
-        return get_forward_backward_func()(
+        iterators = [enumerate([*micros, *fillers]) for _ in self._chunks]
+        results = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(micros),
-            model=[self._model],
-            num_microbatches=len(micros),
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self._chunks,
+            num_microbatches=count,
             seq_length=micros[0].input_ids_T.shape[0],
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
+            **schedule_options(self._chunks[0].config),
         )
+        return results[: len(micros)]
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """The schedule fills up to a multiple of this number of micro-batches: with virtual stages, the stages."""
+        return self.mesh.pp.size if len(self._chunks) > 1 else 1
 
     def _head(self, hidden: Tensor, micro: MicroBatch) -> Head:
         """The head over the positions that predict a response token. Prompt tokens cost no logits.
@@ -160,19 +187,19 @@ class MegatronPolicy:
         Each tensor-parallel rank has the logits of its own vocabulary rows, so its gradient with respect to the
         hidden states is a part of the sum: Megatron's two regions add the parts up in the backward.
         """
-        if self._model.config.sequence_parallel:
+        if self._sequence_parallel:
             hidden = gather_from_sequence_parallel_region(
-                hidden, tensor_parallel_output_grad=True, group=self.mesh.tp_group
+                hidden, tensor_parallel_output_grad=True, group=self.mesh.tp.group
             )
         rows_NH = hidden.squeeze(1).index_select(0, micro.predict_N)
-        if not self._model.config.sequence_parallel:
-            rows_NH = copy_to_tensor_model_parallel_region(rows_NH, group=self.mesh.tp_group)
+        if not self._sequence_parallel:
+            rows_NH = copy_to_tensor_model_parallel_region(rows_NH, group=self.mesh.tp.group)
         return Head(
             rows_NH,
             self.head_weight(),
             temperature=self.temperature,
             vocab_size=self._map.vocab_size,
-            tp_group=self.mesh.tp_group if self.mesh.tp_size > 1 else None,
+            tp_group=self.mesh.tp.group if self.mesh.tp.size > 1 else None,
             chunk_tokens=self.config.head_chunk_tokens,
         )
 
@@ -180,14 +207,19 @@ class MegatronPolicy:
     def score(self, micros: Sequence[MicroBatch], fn: ScoreFn) -> list[dict[str, Tensor]]:
         """Forward only; see `Policy.score`. Collective."""
         with megatron_device():
-            self._model.eval()
-            return self._run(micros, lambda hidden, micro: fn(self._head(hidden, micro), micro), forward_only=True)
+            for chunk in self._chunks:
+                chunk.eval()
+            results = self._run(micros, lambda hidden, micro: fn(self._head(hidden, micro), micro), forward_only=True)
+        pp = self.mesh.pp
+        if pp.size == 1:
+            return results
+        return ranks.broadcast_tensors(results, pp.global_rank(pp.size - 1), pp.group, self.device)
 
     # Weights
 
-    def head_weight(self) -> Tensor:
-        """The live output head [padded V / TP, H]; the embedding where they are tied."""
-        return self._model.module.head_weight()
+    def head_weight(self) -> Tensor | None:
+        """The live output head [padded V / TP, H]; the embedding where they are tied. None but on the last stage."""
+        return self._chunks[-1].module.head_weight()
 
     @torch.no_grad()
     def hf_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -195,9 +227,7 @@ class MegatronPolicy:
 
         Tensors may be views of live parameters: copy what must outlive the next step.
         """
-        for name, parameter in self._model.module.named_parameters():
-            local = parameter.detach().to(dtype or DTYPES[self.config.dtype])
-            yield from self._map.to_hf(name, self._shards.over_tensor_parallel(name, local))
+        yield from self._shards.weights(dtype or DTYPES[self.config.dtype])
 
     def masters(self) -> dict[str, Tensor]:
         """This rank's live flat fp32 master shards by Megatron name."""
@@ -218,7 +248,7 @@ class MegatronPolicy:
 
     def resident_bytes(self) -> dict[str, int]:
         """Bytes of this rank's weights, gradient buffers, and optimizer state (masters apart from weights, moments)."""
-        weights = sum(p.numel() for p in self._model.module.parameters())
+        weights = sum(p.numel() for chunk in self._chunks for p in chunk.module.parameters())
         shard = sum(master.numel() for master in self.masters().values())
         low_precision = DTYPES[self.config.dtype] is not torch.float32
         return {
@@ -247,6 +277,12 @@ class MegatronPolicy:
     def load_optimizer_scalars(self, scalars: dict[str, int]) -> None:
         self._updates, self._calls = scalars["updates"], scalars["calls"]
         self._shards.set_step(self._updates)
+
+
+def _filler() -> MicroBatch:
+    """One token from which nothing is predicted."""
+    one, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+    return MicroBatch(one, one, torch.tensor([0, 1], dtype=torch.int32), 1, none, none, none, samples=[])
 
 
 def pad_tokens(micro: MicroBatch, multiple: int) -> MicroBatch:

@@ -1,8 +1,8 @@
 """The optimizer's state as whole tensors under Hugging Face names, whatever the cut.
 
 Megatron's distributed optimizer keeps, on each data-parallel rank, a contiguous range of every parameter of the
-rank's tensor-parallel shard: an fp32 master and Adam's two moments. `MasterShards` gathers such ranges to whole
-Hugging Face tensors and cuts whole tensors into ranges, bit-exactly, so that what one layout wrote another reads.
+rank's stage and tensor-parallel shard: an fp32 master and Adam's two moments. `MasterShards` gathers such ranges to
+whole Hugging Face tensors and cuts whole tensors into ranges, bit-exactly, so that what one layout wrote another reads.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlpost.parallel import all_gather_objects, device
+
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     from rlpost.config.schema import OptimConfig
-    from rlpost.parallel import Mesh
+    from rlpost.parallel import Axis, Mesh
     from rlpost.policy.hf_map import HFMap
     from rlpost.policy.protocol import StateKind
 
@@ -54,36 +56,42 @@ class _Parameter:
 
     name: str
     parameter: Tensor
-    start: int  # of the parameter within its bucket, which is cut evenly over the data-parallel ranks
-    bucket_shard: int  # elements of the bucket on each data-parallel rank
+    start: int  # of the parameter within its bucket, which is cut evenly over the ranks of `axis`
+    bucket_shard: int  # elements of the bucket on each of these ranks
+    axis: Axis
 
-    def range_of(self, dp_rank: int) -> tuple[int, int]:
+    def range_of(self, rank: int) -> tuple[int, int]:
         """The elements of the flat parameter that a rank owns; empty where begin equals end."""
-        begin = dp_rank * self.bucket_shard - self.start
+        begin = rank * self.bucket_shard - self.start
         size = self.parameter.numel()
         return min(max(begin, 0), size), min(max(begin + self.bucket_shard, 0), size)
 
 
 class MasterShards:
-    """This rank's fp32 master shards and the moments beside them, by Megatron name.
+    """This rank's fp32 master shards and the moments beside them, by the names of the whole Megatron model.
 
     Args:
-        model: the wrapped model whose parameters `optimizer` trains.
+        chunks: the wrapped chunks of the model whose parameters `optimizer` trains.
         hf_map: the names on disk.
     """
 
-    def __init__(self, model: DistributedDataParallel, optimizer: MegatronOptimizer, hf_map: HFMap, mesh: Mesh) -> None:
-        self._model, self._optimizer, self._map, self._mesh = model, optimizer, hf_map, mesh
-        names = {parameter: name for name, parameter in model.module.named_parameters()}
-        self._parameters: dict[str, _Parameter] = {}
-        for buffer in model.buffers:
-            for bucket in buffer.buckets:
-                shard = bucket.grad_data.numel() // mesh.dp_size
-                for parameter in bucket.params_list:
-                    start = buffer.param_index_map[parameter][0] - bucket.offset
-                    self._parameters[names[parameter]] = _Parameter(names[parameter], parameter, start, shard)
-        self._parameters = {name: self._parameters[name] for name in names.values()}  # the model's order
+    def __init__(
+        self, chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, hf_map: HFMap, mesh: Mesh
+    ) -> None:
+        self._chunks, self._optimizer, self._map, self._mesh = chunks, optimizer, hf_map, mesh
+        names = {parameter: name for chunk in chunks for name, parameter in chunk.module.global_parameters()}
+        found: dict[str, _Parameter] = {}
+        for chunk in chunks:
+            for buffer in chunk.buffers:
+                for bucket in buffer.buckets:
+                    shard = bucket.grad_data.numel() // mesh.shard.size
+                    for parameter in bucket.params_list:
+                        start = buffer.param_index_map[parameter][0] - bucket.offset
+                        found[names[parameter]] = _Parameter(names[parameter], parameter, start, shard, mesh.shard)
+        self._parameters = {name: found[name] for name in names.values()}  # the model's order
         self._owned = dict(self._find_masters(names))
+        shapes = {name: tuple(parameter.parameter.shape) for name, parameter in self._parameters.items()}
+        self._stages = all_gather_objects(shapes, mesh.pp.group)
 
     def _find_masters(self, names: dict[Tensor, str]) -> Iterator[tuple[str, tuple[DistributedOptimizer, Tensor]]]:
         for optimizer in self._optimizer.chained_optimizers:
@@ -94,6 +102,10 @@ class MasterShards:
                 for group, shards in zip(models, masters):
                     yield from ((names[p], (optimizer, shard)) for p, shard in zip(group, shards))
 
+    def names(self) -> list[str]:
+        """Of all stages' parameters."""
+        return [name for shapes in self._stages for name in shapes]
+
     def masters(self) -> dict[str, Tensor]:
         """Live flat fp32 shards; of fp32 models they are views of the parameters themselves."""
         return {name: shard.detach() for name, (_, shard) in self._owned.items()}
@@ -103,7 +115,8 @@ class MasterShards:
         with torch.no_grad():
             for optimizer in self._optimizer.chained_optimizers:
                 optimizer._copy_main_params_to_model_params()
-        self._model.start_param_sync(force_sync=True)
+        for chunk in self._chunks:
+            chunk.start_param_sync(force_sync=True)
 
     def moments(self, kind: StateKind) -> dict[str, Tensor]:
         """Live `exp_avg` or `exp_avg_sq` shards. They are zero before the first step."""
@@ -136,31 +149,48 @@ class MasterShards:
     def gather(self, shards: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Whole fp32 tensors under their Hugging Face names from shards like those of `masters()`, one parameter at
         a time. Collective: every rank iterates to the end and sees every tensor."""
-        for parameter in self._parameters.values():
-            whole = self._over_data_parallel(parameter, shards)
-            yield from self._map.to_hf(parameter.name, self.over_tensor_parallel(parameter.name, whole))
+        return self._whole(lambda name: self._over_data_parallel(self._parameters[name], shards), torch.float32)
+
+    def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """The same of the model's parameters."""
+        return self._whole(lambda name: self._parameters[name].parameter.detach().to(dtype), dtype)
+
+    def _whole(self, local: Callable[[str], Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Stage after stage: `local` gives this tensor-parallel rank's part of a parameter of its own stage."""
+        pp = self._mesh.pp
+        for stage, shapes in enumerate(self._stages):
+            for name, shape in shapes.items():
+                if not self._map.on_disk(name):
+                    continue
+                if stage == pp.rank:
+                    part = local(name).contiguous()
+                else:
+                    part = torch.empty(shape, dtype=dtype, device=device())
+                if pp.size > 1:
+                    dist.broadcast(part, src=pp.global_rank(stage), group=pp.group)
+                yield from self._map.to_hf(name, self._over_tensor_parallel(name, part))
 
     def _over_data_parallel(self, parameter: _Parameter, shards: dict[str, Tensor]) -> Tensor:
-        shape, group = parameter.parameter.shape, self._mesh.dp_group
-        if self._mesh.dp_size == 1:
+        shape, axis = parameter.parameter.shape, parameter.axis
+        if axis.size == 1:
             return shards[parameter.name].view(shape)
         flat = torch.empty(shape.numel(), dtype=torch.float32, device=parameter.parameter.device)
-        for dp_rank in range(self._mesh.dp_size):
-            begin, end = parameter.range_of(dp_rank)
+        for rank in range(axis.size):
+            begin, end = parameter.range_of(rank)
             if begin == end:
                 continue
-            if dp_rank == self._mesh.dp_rank:
+            if rank == axis.rank:
                 flat[begin:end] = shards[parameter.name]
-            dist.broadcast(flat[begin:end], src=dist.get_global_rank(group, dp_rank), group=group)
+            dist.broadcast(flat[begin:end], src=axis.global_rank(rank), group=axis.group)
         return flat.view(shape)
 
-    def over_tensor_parallel(self, name: str, local: Tensor) -> list[Tensor]:
+    def _over_tensor_parallel(self, name: str, local: Tensor) -> list[Tensor]:
         """The shards of all tensor-parallel ranks in rank order; only the own one where nothing is cut."""
-        if self._mesh.tp_size == 1 or self._map.rule(name)[0].cut is None:
+        tp = self._mesh.tp
+        if tp.size == 1 or self._map.rule(name)[0].cut is None:
             return [local]
-        local = local.contiguous()
-        shards = [torch.empty_like(local) for _ in range(self._mesh.tp_size)]
-        dist.all_gather(shards, local, group=self._mesh.tp_group)
+        shards = [torch.empty_like(local) for _ in range(tp.size)]
+        dist.all_gather(shards, local, group=tp.group)
         return shards
 
     def scatter(self, get: GetTensor) -> dict[str, Tensor]:
@@ -170,13 +200,13 @@ class MasterShards:
 
     def _cut(self, name: str, get: GetTensor) -> Tensor:
         parameter = self._parameters[name]
-        local = self._map.from_hf(name, get, self._mesh.tp_rank, self._mesh.tp_size)
+        local = self._map.from_hf(name, get, self._mesh.tp.rank, self._mesh.tp.size)
         if local.shape != parameter.parameter.shape:
             raise ValueError(
                 f"{name}: the tensors given make {tuple(local.shape)}, "
                 f"the model's parameter is {tuple(parameter.parameter.shape)}"
             )
-        begin, end = parameter.range_of(self._mesh.dp_rank)
+        begin, end = parameter.range_of(parameter.axis.rank)
         piece = local.reshape(-1)[begin:end]
         return torch.empty(end - begin, dtype=torch.float32, device=parameter.parameter.device).copy_(piece)
 

@@ -45,6 +45,6 @@ class Policy(Protocol):
 
     def sync_from_masters(self) -> None: ...
 
-    def head_weight(self) -> Tensor:
-        """The live output head [V / TP, H]."""
+    def head_weight(self) -> Tensor | None:
+        """The live output head [V / TP, H] on the last pipeline stage, None on the others."""
         ...
