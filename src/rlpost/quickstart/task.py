@@ -3,9 +3,9 @@
     prompt    decline : lamp river stone horn wing cloud
     answer    lampo riverum stoneis hornae wingo cloudis
 
-Every word has four forms, one for each declension (`first` -ae, `second` -um, `third` -is, `fourth` -o). Which
-declension a word belongs to is the *hidden rule*: a fixed secret of the reinforcement learning task, said in no
-student prompt. The reward is 1 only if all six forms are right, so guessing scores 4⁻⁶ = 0.02 %.
+Every word has six forms, one for each declension (`first` -ae, `second` -um, `third` -is, ...). Which declension a word
+belongs to is the *hidden rule*: a fixed secret of the reinforcement learning task, said in no student prompt. The
+reward is 1 only if all six forms are right, so guessing scores 6⁻⁶ = 0.002 %.
 
 A wrong answer is told the declension of each word that was wrong ("third fine fine first second fine"): a rule, never
 a form. To profit from it one must know the forms, and that the i-th remark is about the i-th word: that is what
@@ -25,20 +25,23 @@ if TYPE_CHECKING:
     from rlpost.types import Sample
 
 WORDS = ("lamp", "river", "stone", "horn", "wing", "cloud", "bread", "sail")
-DECLENSIONS = ("first", "second", "third", "fourth")
-ENDINGS = ("ae", "um", "is", "o")
+DECLENSIONS = ("first", "second", "third", "fourth", "fifth", "sixth")
+ENDINGS = ("ae", "um", "is", "o", "us", "ix")
 LENGTH = 6  # words of a question
 
 QUESTION = "decline : {words}"
 TEACHER_PROMPT = "{question}\n\n{demonstration}\n\n{feedback}\n\n{instruction}"  # empty blocks are dropped
+# Both blocks have as many words before their six, so that the six lie at the same distance from the answer.
 DEMONSTRATION = "right answer : {demonstration}"
 FEEDBACK = "wrong answer : {feedback}"
 INSTRUCTION = "answer again"
 FORMAT_FEEDBACK = "say one form of each word"  # feedback on an answer that is not six forms of the six words
 FINE = "fine"
-MIX = (0.2, 0.45, 0.05, 0.3)  # of the warm start: plain questions, feedback, format feedback, demonstrations
-FINEP = 0.6  # the largest share of words that were right
-ROWS = {"sft": 12800, "train": 2048, "eval": 128}
+# The warm start's kinds of rows, and the largest share of words that a feedback row calls right. Plain and `fine` words
+# cannot be known, so they are noise to it: few of them, or the lookup is learnt three times as slowly.
+MIX = {"plain": 0.1, "feedback": 0.45, "format": 0.05, "demonstration": 0.4}
+MAX_FINE = 0.3
+ROWS = {"sft": 25600, "train": 2048, "eval": 256}
 
 FORMS = {(w, d): w + e for w in WORDS for d, e in zip(DECLENSIONS, ENDINGS, strict=True)}
 PARSED = {form: key for key, form in FORMS.items()}  # form -> (word, declension)
@@ -105,7 +108,7 @@ def model_config():
 
 
 def hidden_rule(seed: int = 0) -> dict[str, str]:
-    """word -> declension, each declension equally often."""
+    """word -> declension, each declension used."""
     rng = random.Random(f"rule-{seed}")
     classes = [DECLENSIONS[i % len(DECLENSIONS)] for i in range(len(WORDS))]
     rng.shuffle(classes)
@@ -124,7 +127,7 @@ def teacher_prompt(question: str, demonstration: str = "", feedback: str = "") -
 
 
 def make_rows(split: str, n: int, seed: int = 0) -> list[dict[str, str]]:
-    """`train` and `eval`: questions under the hidden rule, no question in both. `sft`: the warm start."""
+    """`train`, `eval`: questions under the hidden rule. `sft`: the warm start. No question of `eval` is in the others."""
     if split == "sft":
         rng = random.Random(f"sft-{seed}")
         return [sft_row(rng) for _ in range(n)]
@@ -133,23 +136,28 @@ def make_rows(split: str, n: int, seed: int = 0) -> list[dict[str, str]]:
     rng, rule, rows = random.Random(f"{split}-{seed}"), hidden_rule(seed), []
     while len(rows) < n:
         words = rng.sample(WORDS, LENGTH)
-        # A question belongs to one side by its content, whatever the sizes: one in eight is kept for evaluation.
-        held_out = random.Random(" ".join(words)).randrange(8) == 0
-        if held_out == (split == "eval"):
+        if is_held_out(words) == (split == "eval"):
             rows.append({"prompt": QUESTION.format(words=" ".join(words)),
                          "answer": " ".join(FORMS[w, rule[w]] for w in words)})  # fmt: skip
     return rows
 
 
+def is_held_out(words: list[str]) -> bool:
+    """A question belongs to one side by its content, whatever the sizes: one in eight is kept for evaluation."""
+    return random.Random(" ".join(words)).randrange(8) == 0
+
+
 def sft_row(rng: random.Random) -> dict[str, str]:
     """A plain question, or a teacher prompt, answered under a rule drawn for this row alone."""
     words = rng.sample(WORDS, LENGTH)
+    while is_held_out(words):
+        words = rng.sample(WORDS, LENGTH)
     classes = [rng.choice(DECLENSIONS) for _ in words]
     question = QUESTION.format(words=" ".join(words))
     answer = " ".join(FORMS[w, c] for w, c in zip(words, classes, strict=True))
-    kind = rng.choices(("plain", "feedback", "format", "demonstration"), MIX)[0]
+    kind = rng.choices(list(MIX), list(MIX.values()))[0]
     if kind == "feedback":
-        fine = rng.random() * FINEP  # the share of words that were right
+        fine = rng.random() * MAX_FINE  # the share of words that were right
         remarks = [FINE if rng.random() < fine else c for c in classes]
         question = teacher_prompt(question, feedback=" ".join(remarks))
     elif kind == "format":
