@@ -21,13 +21,14 @@ from rlpost.observe.observer import Observer
 from rlpost.parallel import all_gather_objects
 from rlpost.phases import Agreement, Bookkept, PhaseMachine, Resident
 from rlpost.policy.build import DTYPES
+from rlpost.policy.hf_io import SafetensorsReader
 from rlpost.policy.megatron import MegatronPolicy
 from rlpost.rewards.judge import build_judge
 from rlpost.rollout.engine import SamplingParams
 from rlpost.rollout.engines import build_engine
 from rlpost.rollout.filters import GroupFilter, build_filter
 from rlpost.rollout.sampler import Sampler
-from rlpost.teacher import TAG, SwapTeacher, build_teacher_config
+from rlpost.teacher import SwapTeacher, build_teacher_config, check_external
 from rlpost.types import Sample
 from rlpost.weights.checkpoint import CheckpointStore
 from rlpost.weights.publish import Publisher
@@ -143,6 +144,9 @@ def assemble(
     reward = objects.get("reward", config.reward)
     judge = build_judge(reward, feedback=feedback) if reward is not None else None
     group_filter = objects.get("filter", config.rollout.filter)
+    teacher_config = None if config.teacher is None else build_teacher_config(config.teacher)
+    if teacher_config is not None:
+        check_external(teacher_config, tokenizer, dataset.prompts)
 
     policy = MegatronPolicy(
         config.model,
@@ -165,8 +169,12 @@ def assemble(
         dp_size=policy.mesh.dp.size,
     )
     teacher = None
-    if config.teacher is not None:
-        teacher = SwapTeacher(build_teacher_config(config.teacher), policy, snapshots, batcher)
+    if teacher_config is not None:
+
+        def read_weights(path: str) -> dict[str, Tensor]:
+            return policy.scatter_masters(SafetensorsReader(path).get)
+
+        teacher = SwapTeacher(teacher_config, policy, snapshots, batcher, read_weights)
     observer = Observer(config, directory, rank=agreement.rank, steps_done=steps_done)
     return Rooms(
         config=config,
@@ -206,8 +214,10 @@ def assemble(
 
 
 def teacher_distance(rooms: Rooms) -> dict[str, float]:
-    """ema/distance: ‖student − teacher‖ / ‖student‖ over all ranks' shards."""
-    parts = all_gather_objects(rooms.snapshots.distance_parts(TAG))
+    """ema/distance: ‖student − teacher‖ / ‖student‖ over all ranks' shards; none to another model."""
+    if rooms.teacher.own_tag is None:
+        return {}
+    parts = all_gather_objects(rooms.snapshots.distance_parts(rooms.teacher.own_tag))
     difference, student = (sum(part[i] for part in parts) for i in range(2))
     return {"ema/distance": (difference / student) ** 0.5}
 

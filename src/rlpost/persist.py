@@ -79,6 +79,7 @@ def save_checkpoint(rooms: Rooms, step: int) -> Path:
         "step": step,
         "data": rooms.data.state(),
         "algorithm": rooms.algorithm.state_dict(),
+        "teacher": rooms.teacher.state_dict() if rooms.teacher is not None else None,
         "optimizer": policy.optimizer_scalars(),
         "version": rooms.publisher.version,
     }
@@ -99,6 +100,8 @@ def restore_checkpoint(rooms: Rooms, checkpoint: Checkpoint | None) -> int:
     # The first publish after a resume brings the very weights that this version already named.
     rooms.publisher.version = max(0, checkpoint.state["version"] - 1)
     rooms.algorithm.load_state_dict(checkpoint.state["algorithm"])
+    if rooms.teacher is not None:
+        rooms.teacher.load_state_dict(checkpoint.state["teacher"])
     set_rng_state(checkpoint.rank_state)
     log.info("resumed from %s", checkpoint.path)
     return checkpoint.state["step"]

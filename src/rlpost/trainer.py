@@ -233,7 +233,7 @@ class Trainer:
         work.samples = self.rooms.sampler.sample(prompts, work.step)
 
     def _judge(self, work: StepWork) -> None:
-        if self.rooms.group_filter is None:  # which has judged what it kept
+        if self.rooms.judge is not None and self.rooms.group_filter is None:  # which has judged what it kept
             work.metrics |= self.rooms.judge.score(work.samples)
         if self.rooms.feedback is not None:
             self.rooms.feedback.teacher_prompts(work.samples)

@@ -354,12 +354,12 @@ def test_the_running_baseline_survives_a_resume():
     ("cfg", "needs"),
     [
         ({"name": "sft"}, set()),
-        ({"name": "grpo"}, {"rollout", "old_logprobs"}),
-        ({"name": "grpo", "policy_loss": "reinforce"}, {"rollout"}),
-        ({"name": "grpo", "kl_loss_coef": 0.1}, {"rollout", "old_logprobs", "reference_logprobs"}),
-        ({"name": "grpo", "kl_coef": 0.1}, {"rollout", "old_logprobs", "reference_logprobs"}),
-        ({"name": "sdpo"}, {"rollout", "teacher"}),
-        ({"name": "sdpo", "is_clip": 2.0}, {"rollout", "teacher", "old_logprobs"}),
+        ({"name": "grpo"}, {"rollout", "reward", "old_logprobs"}),
+        ({"name": "grpo", "policy_loss": "reinforce"}, {"rollout", "reward"}),
+        ({"name": "grpo", "kl_loss_coef": 0.1}, {"rollout", "reward", "old_logprobs", "reference_logprobs"}),
+        ({"name": "grpo", "kl_coef": 0.1}, {"rollout", "reward", "old_logprobs", "reference_logprobs"}),
+        ({"name": "sdpo"}, {"rollout", "reward", "teacher"}),
+        ({"name": "sdpo", "is_clip": 2.0}, {"rollout", "reward", "teacher", "old_logprobs"}),
     ],
     ids=str,
 )
@@ -369,7 +369,7 @@ def test_needs(cfg, needs):
 
 def test_group_relative():
     alone = {name for name in ALGORITHMS if not build_algorithm({"name": name}).group_relative}
-    assert alone == {"reinforce", "reinforce_pp", "sdpo", "sft"}
+    assert alone == {"reinforce", "reinforce_pp", "opd", "sdpo", "sft"}
     assert not build_algorithm({"name": "grpo", "advantage": "reinforce"}).group_relative
 
 

@@ -25,6 +25,8 @@ PATHS = {
     "reinforce": "rlpost.algorithms.variants.Reinforce",
     "reinforce_pp": "rlpost.algorithms.reinforce_pp.ReinforcePP",
     "sdpo": "rlpost.algorithms.sdpo.SDPO",
+    "opd": "rlpost.algorithms.opd.OPD",
+    "blend": "rlpost.algorithms.blend.Blend",
     "sft": "rlpost.algorithms.sft.SFT",
 }
 

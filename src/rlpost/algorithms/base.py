@@ -35,7 +35,7 @@ class Algorithm:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Of {"rollout", "teacher", "reference_logprobs", "old_logprobs", "old_logprobs_always"}, what this
+        """Of {"rollout", "reward", "teacher", "reference_logprobs", "old_logprobs", "old_logprobs_always"}, what this
         configuration uses. "old_logprobs" are scored only where a rollout batch gets more than one optimizer step;
         in `finish` they are there with "old_logprobs_always" alone."""
         return frozenset()

@@ -82,7 +82,7 @@ class GRPO(CorrectedAlgorithm):
 
     @property
     def needs(self) -> frozenset[str]:
-        needs = {"rollout"}
+        needs = {"rollout", "reward"}
         if self.policy_loss != "reinforce" or self.correction is not None or self.kl_coef or self.kl_unbiased:
             needs.add("old_logprobs")
         if self.kl_coef or self.kl_loss_coef:

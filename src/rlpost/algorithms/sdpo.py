@@ -34,7 +34,9 @@ class SDPO(CorrectedAlgorithm):
 
     alpha: 0 KL(teacher‖student), 1 KL(student‖teacher), between Jensen-Shannon. mode: the `full` vocabulary, the
     `topk` ids of top_k_ids (with their tail as one bucket, or renormalised), or the `sampled` token alone. is_clip:
-    null, or the ceiling of an importance weight against the weights that began the rollout batch.
+    null, or the ceiling of an importance weight against the weights that began the rollout batch. entropy_gate: null,
+    or the teacher's entropy in nats above which KL(teacher‖student) is added: where the teacher is undecided the
+    student stays so too (EOPD, https://arxiv.org/abs/2603.07079).
     """
 
     name: ClassVar[str] = "sdpo"
@@ -44,6 +46,7 @@ class SDPO(CorrectedAlgorithm):
     top_k_ids: str = "student"
     tail: str = "bucket"
     is_clip: float | None = None
+    entropy_gate: float | None = None
     taught_scale: float = field(default=1.0, init=False, repr=False)  # live tokens per live token that is taught
 
     def problems(self) -> Iterator[str]:
@@ -53,13 +56,21 @@ class SDPO(CorrectedAlgorithm):
         yield from self.check_choice("tail", TAILS)
         yield from self.check_number("alpha", 0, 1)
         yield from self.check_number("is_clip", above=True, optional=True)
+        wrong = list(self.check_number("entropy_gate", optional=True))
+        yield from wrong
+        if self.entropy_gate is not None and not wrong and (self.mode == "sampled" or self.alpha == 0):
+            yield (
+                f"algorithm.entropy_gate={self.entropy_gate} is not allowed with algorithm.mode={self.mode} and "
+                f"algorithm.alpha={self.alpha}; it adds the forward KL of whole distributions (mode full or topk) to "
+                "another divergence (alpha above 0)"
+            )
         if not isinstance(self.top_k, int) or self.top_k < 1:
             yield f"algorithm.top_k={self.top_k} is not allowed; it is a whole number of at least 1"
 
     @property
     def needs(self) -> frozenset[str]:
         old = {"old_logprobs"} if self.is_clip is not None or self.correction is not None else set()
-        return frozenset({"rollout", "teacher"} | old)
+        return frozenset({"rollout", "reward", "teacher"} | old)
 
     @property
     def top_k_needed(self) -> int:
@@ -85,11 +96,15 @@ class SDPO(CorrectedAlgorithm):
             student_NK, teacher_NK, out, overlap_N = self._listed(head, micro, targets)
             student, teacher = close_tail(student_NK, self.tail), close_tail(teacher_NK, self.tail)
             value_N = divergence(student, teacher, self.alpha)
+            if self.entropy_gate is not None:
+                value_N = value_N + self._open(micro) * divergence(student, teacher, 0.0)
             kl_N = divergence(student.detach(), teacher, 0.0)
         else:
             out = head.logprobs(micro.target_N, entropy=True)
             if self.mode == "full":
                 value_N, kl_N = head.divergence(_required(targets, "algorithm.mode=full"), self.alpha)
+                if self.entropy_gate is not None:
+                    value_N = value_N + self._open(micro) * head.divergence(targets, 0.0)[0]
             else:
                 teacher_N = live_field(micro, "teacher_logprobs")
                 value_N = sampled_loss(out.logprobs_N, teacher_N)
@@ -112,6 +127,12 @@ class SDPO(CorrectedAlgorithm):
         if overlap_N is not None:
             metrics["sdpo/topk_overlap"] = overlap_N * mean_N
         return LossOutput(loss_N, metrics)
+
+    def _open(self, micro: MicroBatch) -> Tensor:
+        """1 where the teacher's entropy is above the gate."""
+        if "teacher_entropy" not in micro.fields:
+            raise ValueError("algorithm.entropy_gate needs the teacher's entropy, so teacher.backend=swap")
+        return (live_field(micro, "teacher_entropy") > self.entropy_gate).to(micro.fields["weights"].dtype)
 
     def _listed(
         self, head: Head, micro: MicroBatch, targets: HiddenTargets | None

@@ -88,16 +88,19 @@ def _mistakes(config: Config, objects: Mapping[str, Any]) -> Iterator[str]:
 
 def _algorithm_mistakes(config: Config, algorithm: Algorithm, objects: Mapping[str, Any]) -> Iterator[str]:
     """What the algorithm needs of the other groups."""
-    if "rollout" in algorithm.needs:
-        if config.rollout.temperature <= 0:
-            yield (
-                f"rollout.temperature={config.rollout.temperature} is not allowed in training: log-probs are those at "
-                "this temperature, so it must be above 0 (an eval set may have temperature 0)"
-            )
-        if config.reward is None and "reward" not in objects:
-            yield f"algorithm.name={algorithm.name} needs a reward: choose reward=choice, reward=exact, or bring one"
-    elif config.data.eval and config.reward is None and "reward" not in objects:
-        yield "data.eval needs a reward: choose reward=choice, reward=exact, or bring one"
+    if "rollout" in algorithm.needs and config.rollout.temperature <= 0:
+        yield (
+            f"rollout.temperature={config.rollout.temperature} is not allowed in training: log-probs are those at "
+            "this temperature, so it must be above 0 (an eval set may have temperature 0)"
+        )
+    if config.reward is None and "reward" not in objects:
+        wanting = {
+            f"algorithm.name={algorithm.name}": "reward" in algorithm.needs,
+            "data.eval": bool(config.data.eval),
+            f"rollout.filter={config.rollout.filter}": config.rollout.filter is not None or "filter" in objects,
+        }
+        for who in (name for name, wants in wanting.items() if wants):
+            yield f"{who} needs a reward: choose reward=choice, reward=exact, or bring one"
     if algorithm.group_relative and config.rollout.samples_per_prompt < 2:
         yield (
             f"rollout.samples_per_prompt={config.rollout.samples_per_prompt} is not allowed with "
@@ -105,7 +108,10 @@ def _algorithm_mistakes(config: Config, algorithm: Algorithm, objects: Mapping[s
         )
     if "teacher" in algorithm.needs:
         if config.teacher is None:
-            yield f"algorithm.name={algorithm.name} needs a teacher: choose teacher=ema or teacher=static"
+            yield (
+                f"algorithm.name={algorithm.name} needs a teacher: choose one of teacher=ema, static, periodic, "
+                "trust_region, external"
+            )
         if config.feedback is None and "feedback" not in objects:
             yield f"algorithm.name={algorithm.name} needs feedback: choose one of feedback=sdpo, golden, opsd, opd"
     elif config.teacher is not None:
@@ -120,7 +126,7 @@ def _component_mistakes(config: Config, objects: Mapping[str, Any]) -> Iterator[
     from rlpost.feedback import build_feedback
     from rlpost.rewards.judge import build_judge
     from rlpost.rollout.filters import build_filter
-    from rlpost.teacher import build_teacher_config
+    from rlpost.teacher import build_teacher_config, shape_mistakes
 
     for name, values, build in (
         ("teacher", config.teacher, build_teacher_config),
@@ -134,6 +140,8 @@ def _component_mistakes(config: Config, objects: Mapping[str, Any]) -> Iterator[
             built = build(values)
             if name == "feedback":
                 built.validate(config)
+            elif name == "teacher":
+                yield from shape_mistakes(built, config.model.path)
         except (ValueError, TypeError, ImportError) as error:
             lines = str(error).splitlines() or [type(error).__name__]
             yield from (line if line.startswith(name) else f"{name}: {line}" for line in lines)
@@ -204,7 +212,7 @@ def _phase_mistakes(config: Config, algorithm: Algorithm) -> Iterator[str]:
     needs |= {"prepare", "train"}
     if "teacher" in algorithm.needs:
         needs.add("teach")
-        if config.teacher and config.teacher.get("update") != "static":
+        if config.teacher and config.teacher.get("update", "ema") in ("ema", "periodic"):
             needs.add("teacher_update")
     missing = [name for name in PHASES if name in needs - set(names)]
     if names and missing:
