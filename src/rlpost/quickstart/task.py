@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlpost.rewards import RewardResult
 
 if TYPE_CHECKING:
-    from rlpost.types import Sample
+    from rlpost.types import Prompt, Sample
 
 WORDS = ("lamp", "river", "stone", "horn", "wing", "cloud", "bread", "sail")
 DECLENSIONS = ("first", "second", "third", "fourth", "fifth", "sixth")
@@ -180,6 +181,18 @@ def reward(sample: Sample) -> RewardResult:
     """The reward function of the recipes."""
     score, feedback = judge(sample.response, sample.prompt.answer)
     return RewardResult(score, feedback, format_ok=feedback != FORMAT_FEEDBACK)
+
+
+def share_reward(sample: Sample) -> float:
+    """The share of right forms, in their places: for policy gradients, which the whole answer alone teaches nothing."""
+    said, expected = sample.response.split(), sample.prompt.answer.split()
+    return sum(form == right for form, right in zip(said, expected)) / max(len(said), len(expected))
+
+
+def with_hint(prompt: Prompt, row: Mapping[str, Any]) -> Prompt:
+    """A `data.transform`: the answer as privileged text, for OPSD."""
+    prompt.metadata["hint"] = row["answer"]
+    return prompt
 
 
 def write(folder: Path, seed: int) -> None:
