@@ -17,6 +17,7 @@ from rlpost.data.batching import Batcher, Update, write_back
 from rlpost.data.dataset import PromptDataset
 from rlpost.evaluate import EvalSet, target_logprobs
 from rlpost.feedback import build_feedback
+from rlpost.observe.guards import Guards
 from rlpost.observe.observer import Observer
 from rlpost.parallel import all_gather_objects
 from rlpost.phases import Agreement, Bookkept, PhaseMachine, Resident
@@ -73,6 +74,7 @@ class Rooms:
     feedback: EnvironmentFeedback | None
     teacher: SwapTeacher | None
     checkpoints: CheckpointStore
+    guards: Guards
     engine_started: bool = False
 
     def start_engine(self) -> None:
@@ -210,6 +212,7 @@ def assemble(
         feedback=feedback,
         teacher=teacher,
         checkpoints=CheckpointStore(directory / "checkpoints", config.trainer.keep),
+        guards=Guards(config.guards),
     )
 
 

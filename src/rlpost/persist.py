@@ -80,6 +80,7 @@ def save_checkpoint(rooms: Rooms, step: int) -> Path:
         "data": rooms.data.state(),
         "algorithm": rooms.algorithm.state_dict(),
         "teacher": rooms.teacher.state_dict() if rooms.teacher is not None else None,
+        "guards": rooms.guards.state_dict(),
         "optimizer": policy.optimizer_scalars(),
         "version": rooms.publisher.version,
     }
@@ -102,6 +103,7 @@ def restore_checkpoint(rooms: Rooms, checkpoint: Checkpoint | None) -> int:
     rooms.algorithm.load_state_dict(checkpoint.state["algorithm"])
     if rooms.teacher is not None:
         rooms.teacher.load_state_dict(checkpoint.state["teacher"])
+    rooms.guards.load_state_dict(checkpoint.state["guards"])
     set_rng_state(checkpoint.rank_state)
     log.info("resumed from %s", checkpoint.path)
     return checkpoint.state["step"]

@@ -164,6 +164,7 @@ class Trainer:
         self.last_metrics = self.rooms.observer.step_done(
             self.step_number, work.samples, work.metrics, time.perf_counter() - start
         )
+        self._heed_guards()
         return self.last_metrics
 
     def evaluate(self) -> dict[str, float]:
@@ -317,6 +318,12 @@ class Trainer:
                 f"{self._skipped_in_a_row} optimizer steps in a row had gradients that are not finite "
                 f"(train.max_skipped={self.config.train.max_skipped}): lower optim.lr, or look at the last rollouts"
             )
+
+    def _heed_guards(self) -> None:
+        action = self.config.guards.action
+        for alarm in self.rooms.guards.check(self.last_metrics) if action != "off" else ():
+            self.rooms.observer.say(f"step {self.step_number}: {alarm} (guards.action={action})")
+            self._stopping |= action == "stop"  # every rank has the same metrics
 
     def _guard(self, what: str) -> AbstractContextManager[None]:
         return self.rooms.agreement.guard(what, self.step_number)

@@ -150,3 +150,12 @@ def test_a_directory_that_cannot_be_written_is_said(what, tiny, tmp_path):
     assert run.returncode != 0
     assert str(tmp_path / "run" / what) in run.stderr
     assert "Traceback" not in run.stderr
+
+
+def test_a_guard_stops_the_run_after_a_checkpoint(tiny, tmp_path):
+    more = ["guards.action=stop", "guards.window=1", "guards.min_entropy=100", "trainer.steps=3"]
+    run = rlpost(*command(tiny, tmp_path, "grpo", *more))
+    assert run.returncode == 0, run.stderr
+    assert "step 1: policy/entropy is" in run.stderr and "below guards.min_entropy=100" in run.stderr
+    assert "stopped after step 1" in run.stderr
+    assert (tmp_path / "run" / "checkpoints" / "step_1").exists()

@@ -25,6 +25,7 @@ CHOICES = {
     "data.last_batch": ("wrap", "drop", "keep"),
     "optim.schedule": ("constant", "linear", "cosine"),
     "publish.verify": ("off", "first", "always"),
+    "guards.action": ("off", "warn", "stop"),
 }
 AT_LEAST = {
     "trainer.steps": 1,
@@ -38,6 +39,9 @@ AT_LEAST = {
     "train.max_skipped": 1,
     "data.max_prompt_tokens": 1,
     "publish.bucket_bytes": 1,
+    "guards.window": 1,
+    "guards.length_factor": 1,
+    "guards.reward_drop": 0,
     "engine.max_batch": 1,
     "parallel.tensor": 1,
     "parallel.pipeline": 1,

@@ -127,6 +127,18 @@ class TrackerConfig:
 
 
 @dataclass
+class GuardsConfig:
+    """Collapse, as the means of `window` steps show it; see observe/guards.py."""
+
+    action: str = "warn"  # off | warn | stop (after a checkpoint)
+    window: int = 20  # steps
+    reward_drop: float = 0.5  # the share of the best window's reward that may be lost
+    length_factor: float = 4.0  # times as many response tokens as in the first window, or as few
+    min_entropy: float = 0.0  # nats per token
+    max_teacher_distance: float | None = None  # ema/distance
+
+
+@dataclass
 class PhaseConfig:
     name: str = MISSING
     residents: list[str] = field(default_factory=list)  # what must be on the device meanwhile
@@ -151,3 +163,4 @@ class Config:
     phases: list[PhaseConfig] = field(default_factory=list)
     publish: PublishConfig = field(default_factory=PublishConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    guards: GuardsConfig = field(default_factory=GuardsConfig)

@@ -1,0 +1,73 @@
+"""Guards against collapse: what a run's curves must not do, said within a window of steps."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from statistics import fmean
+from typing import Any
+
+from rlpost.config.schema import GuardsConfig
+
+REWARD, LENGTH, DISTANCE = "rollout/reward/mean", "rollout/response_tokens/mean", "ema/distance"
+ENTROPIES = ("policy/entropy", "sdpo/student_entropy")
+
+
+class Guards:
+    """Fed with each step's metrics; says what went wrong, once for each time that it begins.
+
+    A signal is its mean over the last `window` steps that had it, compared as soon as the window is full: the reward
+    with the best window so far, the length with the first one, entropy and teacher distance with fixed bounds.
+    """
+
+    def __init__(self, config: GuardsConfig):
+        self.config = config
+        self.values: dict[str, deque[float]] = {}
+        self.best_reward: float | None = None
+        self.first_length: float | None = None
+        self.raised: set[str] = set()
+
+    def check(self, metrics: Mapping[str, float]) -> list[str]:
+        """One sentence for each alarm that begins with this step."""
+        means = {}
+        for name in (REWARD, LENGTH, DISTANCE, *ENTROPIES):
+            if name in metrics:
+                values = self.values.setdefault(name, deque(maxlen=self.config.window))
+                values.append(metrics[name])
+                if len(values) == self.config.window:
+                    means[name] = fmean(values)
+        alarms = {name: text for name in means if (text := self._alarm(name, means[name])) is not None}
+        begun = [text for name, text in alarms.items() if name not in self.raised]
+        self.raised = (self.raised - means.keys()) | alarms.keys()
+        return begun
+
+    def _alarm(self, name: str, mean: float) -> str | None:
+        config, over = self.config, f"over the last {self.config.window} steps"
+        if name == REWARD:
+            self.best_reward = mean if self.best_reward is None else max(self.best_reward, mean)
+            if self.best_reward > 0 and mean < (1 - config.reward_drop) * self.best_reward:
+                return f"the reward fell to {mean:.4g} {over}, from {self.best_reward:.4g} at its best"
+        elif name == LENGTH:
+            self.first_length = mean if self.first_length is None else self.first_length
+            ratio = mean / max(self.first_length, 1e-9)
+            if ratio > config.length_factor or ratio < 1 / config.length_factor:
+                return f"responses have {mean:.4g} tokens {over}, {ratio:.2g} times as many as at the start"
+        elif name == DISTANCE:
+            if config.max_teacher_distance is not None and mean > config.max_teacher_distance:
+                return f"{name} is {mean:.4g} {over}, above guards.max_teacher_distance={config.max_teacher_distance}"
+        elif mean < config.min_entropy:
+            return f"{name} is {mean:.4g} nats {over}, below guards.min_entropy={config.min_entropy}"
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "values": {name: list(values) for name, values in self.values.items()},
+            "best_reward": self.best_reward,
+            "first_length": self.first_length,
+            "raised": sorted(self.raised),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.values = {n: deque(values, maxlen=self.config.window) for n, values in state["values"].items()}
+        self.best_reward, self.first_length = state["best_reward"], state["first_length"]
+        self.raised = set(state["raised"])
