@@ -165,7 +165,7 @@ def assemble(
     batcher = Batcher(
         algorithm,
         updates_per_rollout=config.train.updates_per_rollout,
-        max_tokens=config.train.max_tokens_per_micro_batch,
+        max_tokens=config.train.max_tokens_per_micro_batch * policy.mesh.cp.size,
         max_response_tokens=config.rollout.max_response_tokens,
         dp_rank=policy.mesh.dp.rank,
         dp_size=policy.mesh.dp.size,
@@ -220,7 +220,7 @@ def teacher_distance(rooms: Rooms) -> dict[str, float]:
     """ema/distance: ‖student − teacher‖ / ‖student‖ over all ranks' shards; none to another model."""
     if rooms.teacher.own_tag is None:
         return {}
-    parts = all_gather_objects(rooms.snapshots.distance_parts(rooms.teacher.own_tag))
+    parts = all_gather_objects(rooms.snapshots.distance_parts(rooms.teacher.own_tag, only=rooms.policy.distinct_masters()))
     difference, student = (sum(part[i] for part in parts) for i in range(2))
     return {"ema/distance": (difference / student) ** 0.5}
 

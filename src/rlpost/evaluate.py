@@ -99,7 +99,7 @@ def score(rooms: Rooms, prompts: Sequence[str | list[Message]], responses: Seque
 
 def score_samples(rooms: Rooms, samples: Sequence[Sample]) -> list[torch.Tensor]:
     """Log-probs [R] of every sample's response tokens under the trained model."""
-    micros = pack(samples, rooms.config.train.max_tokens_per_micro_batch)
+    micros = pack(samples, rooms.batcher.max_tokens)
     results = rooms.policy.score(micros, target_logprobs)
     found: dict[int, torch.Tensor] = {}
     for micro, result in zip(micros, results):

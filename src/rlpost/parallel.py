@@ -60,7 +60,7 @@ def check_layout(parallel: ParallelConfig, ranks: int) -> int:
     for name, size in {**sizes, "expert": parallel.expert, **optional}.items():
         if size is not None and size < 1:
             raise ValueError(f"parallel.{name}={size}: must be at least 1")
-    for name, size in {"context": parallel.context, "expert": parallel.expert, **optional}.items():
+    for name, size in {"expert": parallel.expert, **optional}.items():
         if name != "virtual_pipeline" and size not in (1, None):
             raise ValueError(f"parallel.{name}={size} is not supported yet: only 1 is; use tensor or pipeline")
     if parallel.sequence and parallel.tensor == 1:

@@ -77,8 +77,10 @@ def check_steps(path: Path, layout: str) -> dict:
     policy, oracle = make_policy(path, **parallel(layout)), Oracle(path)
     full_micro = pack(flat(sequences_of(5)), 1.0)
     full_micro.predict_N = torch.arange(len(full_micro.input_ids_T))
-    ids = full_micro.input_ids_T.clamp_max(50)
-    probe = policy.score([full_micro], lambda head, m: {"logp": head.logprobs(ids).logprobs_N})[0]["logp"]
+    full_micro.target_N = ids = full_micro.input_ids_T.clamp_max(50)
+    full_micro.sequence_N = torch.arange(len(flat(SHARES))).repeat_interleave(full_micro.cu_seqlens.diff())
+    full_micro.fields = {}
+    probe = policy.score([full_micro], lambda head, m: {"logp": head.logprobs(m.target_N).logprobs_N})[0]["logp"]
     with torch.no_grad():
         logits = torch.cat([oracle.logits(sequence) for sequence in flat(sequences_of(5))]) / 0.7
     result = {
@@ -122,7 +124,7 @@ def check_reshard(path: Path, layout: str, directory: Path) -> dict:
     if dist.get_rank() == 0:
         torch.save({"state": state, "scalars": scalars, "metrics": third, "after": after}, directory / "state.pt")
     result = {}
-    for other in (layout, "tp2", "tp2-sp", "pp2"):
+    for other in (layout, "tp2", "tp2-sp", "pp2", "cp2"):
         resumed = make_policy(path, optim, **parallel(other))
         for kind in kinds:
             resumed.load_optimizer_tensors(kind, state[kind].__getitem__)

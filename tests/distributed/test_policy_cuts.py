@@ -13,8 +13,8 @@ from rlpost.config.schema import OptimConfig
 
 WORKER = Path(__file__).parent / "policy_cuts_worker.py"
 LAYOUTS = {
-    2: ["dp2", "tp2", "tp2-sp", "pp2", "pp2-vpp2"],
-    4: ["tp2-sp-dp2", "pp4", "pp2-dp2", "tp2-sp-pp2"],
+    2: ["dp2", "tp2", "tp2-sp", "pp2", "pp2-vpp2", "cp2"],
+    4: ["tp2-sp-dp2", "pp4", "pp2-dp2", "tp2-sp-pp2", "cp4", "tp2-sp-cp2"],
 }
 CASES = [layout for layouts in LAYOUTS.values() for layout in layouts]
 
@@ -68,7 +68,7 @@ def test_bf16_runs(layout, results):
         assert rank[f"bf16/{layout}"]["loss"] < 0.02
 
 
-@pytest.mark.parametrize("target", ["same-dp2", "tp2", "tp2-sp", "pp2"])
+@pytest.mark.parametrize("target", ["same-dp2", "tp2", "tp2-sp", "pp2", "cp2"])
 def test_optimizer_state_of_two_data_parallel_ranks_goes_on_in_other_layouts(target, results):
     for rank in results["dp2"]:
         got = rank["reshard"][target]

@@ -8,13 +8,19 @@ rotation happens inside the attention module, so that Megatron's rope is switche
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from rlpost.policy.tokens import LocalTokens
 
 
 @dataclass
@@ -23,21 +29,28 @@ class PackedSequences(PackedSeqParams):
 
     cos_TD: Tensor | None = None  # [T, head_dim / 2], the rotation of each token
     sin_TD: Tensor | None = None
-    lengths: list[int] = field(default_factory=list)  # of the sequences, on the host
+    tokens: LocalTokens | None = None
+    context_group: ProcessGroup | None = None  # the ranks that hold the other chunks of the sequences
 
     @classmethod
-    def of(cls, cu_seqlens: Tensor, max_seqlen: int, cos_TD: Tensor, sin_TD: Tensor) -> PackedSequences:
-        ends = cu_seqlens.tolist()
+    def of(
+        cls, tokens: LocalTokens, cos_TD: Tensor, sin_TD: Tensor, context_group: ProcessGroup | None
+    ) -> PackedSequences:
         return cls(
             qkv_format="thd",
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            max_seqlen_q=max_seqlen,
-            max_seqlen_kv=max_seqlen,
+            cu_seqlens_q=_ends(tokens.query_lengths, cos_TD.device),
+            cu_seqlens_kv=_ends(tokens.key_lengths, cos_TD.device),
+            max_seqlen_q=max(tokens.query_lengths),
+            max_seqlen_kv=max(tokens.key_lengths),
             cos_TD=cos_TD,
             sin_TD=sin_TD,
-            lengths=[end - start for start, end in itertools.pairwise(ends)],
+            tokens=tokens,
+            context_group=context_group,
         )
+
+
+def _ends(lengths: list[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 class _Rotate(torch.autograd.Function):
@@ -91,22 +104,40 @@ class PackedAttention(nn.Module):
         packed = packed_seq_params
         query_THD = _Rotate.apply(query_THD, packed.cos_TD, packed.sin_TD)
         key_TGD = _Rotate.apply(key_TGD, packed.cos_TD, packed.sin_TD)
-        attend = self._flash if query_THD.is_cuda else self._per_sequence
+        if packed.context_group is not None:
+            key_TGD, value_TGD = self._of_all_chunks(key_TGD, value_TGD, packed)
+        flash = query_THD.is_cuda and query_THD.dtype is not torch.float32  # which flash attention does not know
+        attend = self._flash if flash else self._per_sequence
         return attend(query_THD, key_TGD, value_TGD, packed).flatten(1)
 
+    def _of_all_chunks(self, key_TGD: Tensor, value_TGD: Tensor, packed: PackedSequences) -> tuple[Tensor, Tensor]:
+        """The keys and values that the pieces need, from all context ranks; the backward sums over the ranks."""
+        both = torch.cat([key_TGD, value_TGD], dim=-1)
+        both = gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=True, group=packed.context_group)
+        key, value = both.index_select(0, packed.tokens.keys_K).split([key_TGD.shape[-1], value_TGD.shape[-1]], dim=-1)
+        return key.contiguous(), value.contiguous()
+
     def _per_sequence(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        pieces = zip(query.split(packed.lengths), key.split(packed.lengths), value.split(packed.lengths))
-        outputs = [
-            F.scaled_dot_product_attention(
-                *(x.transpose(0, 1).unsqueeze(0) for x in qkv), is_causal=True, scale=self.scale, enable_gqa=True
+        queries, keys = packed.tokens.query_lengths, packed.tokens.key_lengths
+        outputs = []
+        for qkv in zip(query.split(queries), key.split(keys), value.split(keys)):
+            Q, K = len(qkv[0]), len(qkv[1])
+            # A later chunk of a sequence sees all keys before it: the diagonal ends in the last corner.
+            mask_QK = None if Q == K else torch.ones(Q, K, dtype=torch.bool, device=query.device).tril(K - Q)
+            heads_first = (x.transpose(0, 1).unsqueeze(0) for x in qkv)
+            outputs.append(
+                F.scaled_dot_product_attention(
+                    *heads_first, attn_mask=mask_QK, is_causal=Q == K, scale=self.scale, enable_gqa=True
+                )
             )
-            for qkv in pieces
-        ]
         return torch.cat([out.squeeze(0).transpose(0, 1) for out in outputs])
 
     def _flash(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        ends, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-        options = {"scale": self.scale, "window_size": (-1, 0), "enable_gqa": query.shape[1] != key.shape[1]}
-        return varlen_attn(query, key, value, ends, ends, longest, longest, **options)
+        ends = packed.cu_seqlens_q, packed.cu_seqlens_kv
+        longest = packed.max_seqlen_q, packed.max_seqlen_kv
+        repeats = query.shape[1] // key.shape[1]
+        if repeats > 1:  # torch 2.11's has no argument for grouped queries
+            key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+        return varlen_attn(query, key, value, *ends, *longest, scale=self.scale, window_size=(-1, 0))

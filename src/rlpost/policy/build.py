@@ -28,9 +28,10 @@ from rlpost.policy.layers import RMSNorm, SwiGLU
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
+    from torch.distributed import ProcessGroup
 
     from rlpost.config.schema import ModelConfig, OptimConfig, ParallelConfig
-    from rlpost.types import MicroBatch
+    from rlpost.policy.tokens import LocalTokens
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -104,6 +105,7 @@ def transformer_config(hf: PreTrainedConfig, dtype: torch.dtype, parallel: Paral
         tensor_model_parallel_size=parallel.tensor,
         sequence_parallel=parallel.sequence,
         pipeline_model_parallel_size=parallel.pipeline,
+        context_parallel_size=parallel.context,
         virtual_pipeline_model_parallel_size=virtual_stages(parallel),
         variable_seq_lengths=parallel.pipeline > 1,  # stages tell each other the length of every micro-batch
         moe_token_dispatcher_type="alltoall",  # the one that takes varying lengths
@@ -159,16 +161,15 @@ class PackedGPT(GPTModel):
         )
         self.rope = LlamaRotaryEmbedding(hf)
 
-    def forward_packed(self, micro: MicroBatch) -> Tensor:
+    def forward_packed(self, tokens: LocalTokens, context_group: ProcessGroup | None = None) -> Tensor:
         """Hidden states [T, 1, H]; with sequence parallelism this rank's part [T / TP, 1, H]."""
-        positions = micro.position_ids_T
+        positions = tokens.position_ids_T
         like = torch.empty((), dtype=self.config.params_dtype, device=positions.device)
         cos, sin = self.rope(like, positions.unsqueeze(0))
         half = cos.shape[-1] // 2  # both halves of a head turn by the same angles
-        packed = PackedSequences.of(
-            micro.cu_seqlens, micro.max_seqlen, cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
-        )
-        ids = micro.input_ids_T.unsqueeze(0)
+        cos_TD, sin_TD = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+        packed = PackedSequences.of(tokens, cos_TD, sin_TD, context_group)
+        ids = tokens.input_ids_T.unsqueeze(0)
         return self(ids, None, None, packed_seq_params=packed)
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:

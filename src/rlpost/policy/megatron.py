@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
@@ -26,6 +28,7 @@ from rlpost.policy.optimizer import GetTensor, MasterShards, learning_rate
 from rlpost.policy.pipeline import schedule_options
 from rlpost.policy.pool import MetricPool
 from rlpost.policy.protocol import StateKind
+from rlpost.policy.tokens import LocalTokens, local_tokens
 from rlpost.types import LossFn, MicroBatch
 
 ScoreFn = Callable[[Head, MicroBatch], dict[str, Tensor]]
@@ -91,11 +94,15 @@ class MegatronPolicy:
         """One optimizer step; see `Policy.train_step`. Collective."""
         pool = MetricPool()
 
-        def reduce(hidden: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor, None]:
-            output = loss(self._head(hidden, micro), micro)
+        def reduce(hidden: Tensor, tokens: LocalTokens, micro: MicroBatch) -> tuple[Tensor, Tensor, None]:
+            micro, head = tokens.losses_of(micro), self._head(hidden, tokens)
+            nothing = 0.0 * head.hidden_NH.sum()  # to learn here: yet every rank runs the same backward
+            if len(micro.target_N) == 0:
+                return nothing, torch.zeros((), dtype=torch.int32), None
+            output = loss(head, micro)
             total = (output.loss_N * micro.fields["weights"]).sum()
-            if not total.requires_grad:  # nothing to learn here, but every rank runs the same backward
-                total = total + 0.0 * hidden.sum()
+            if not total.requires_grad:
+                total = total + nothing
             live_N = micro.fields["loss_mask"] > 0
             pool.add(total, output.metrics, live_N)
             return total, live_N.sum(dtype=torch.int32), None
@@ -139,36 +146,32 @@ class MegatronPolicy:
         return ranks.broadcast_object(pooled, pp.global_rank(pp.size - 1), pp.group)
 
     def _run(self, micros: Sequence[MicroBatch], reduce: Callable[..., Any], forward_only: bool) -> list[Any]:
-        """Megatron's schedule over the micro-batches; `reduce(hidden, micro)` is the last stage's work on each.
+        """Megatron's schedule over the micro-batches; `reduce(hidden, tokens, micro)` is the last stage's work on each.
 
         The results of the last stage's ranks; of the others none.
         """
         if not micros:
             raise ValueError("a step needs at least one micro-batch on every rank; a filler will do")
         fillers = [_filler()] * (-len(micros) % self.micro_batch_multiple)
-        count = len(micros) + len(fillers)
         multiple = self.mesh.tp.size if self._sequence_parallel else 1
+        context_group = self.mesh.cp.group if self.mesh.cp.size > 1 else None
 
-        def forward_step(iterator: Iterator[tuple[int, MicroBatch]], model: Any) -> tuple[Tensor, Callable[..., Any]]:
-            number, micro = next(iterator)
-            if not model.module.post_process:
-                micro = replace(micro, fields={}, teacher_head=None)
-            micro = pad_tokens(micro.to(self.device), multiple)
+        def forward_step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+            micro = next(iterator)
+            tokens = local_tokens(micro, self.mesh.cp, multiple).to(self.device)
 
             def collect(hidden: Tensor, non_loss_data: bool = False) -> Any:
-                if number < len(micros):
-                    return reduce(hidden, micro)
-                return 0.0 * hidden.sum(), torch.zeros((), dtype=torch.int32), None
+                return reduce(hidden, tokens, micro.to(self.device))
 
-            return model.module.forward_packed(micro), collect
+            return model.module.forward_packed(tokens, context_group), collect
 
-        iterators = [enumerate([*micros, *fillers]) for _ in self._chunks]
+        iterators = [iter([*micros, *fillers]) for _ in self._chunks]
         results = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self._chunks,
-            num_microbatches=count,
-            seq_length=micros[0].input_ids_T.shape[0],
+            num_microbatches=len(micros) + len(fillers),
+            seq_length=1,  # stages tell each other the true ones
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
@@ -181,7 +184,7 @@ class MegatronPolicy:
         """The schedule fills up to a multiple of this number of micro-batches: with virtual stages, the stages."""
         return self.mesh.pp.size if len(self._chunks) > 1 else 1
 
-    def _head(self, hidden: Tensor, micro: MicroBatch) -> Head:
+    def _head(self, hidden: Tensor, tokens: LocalTokens) -> Head:
         """The head over the positions that predict a response token. Prompt tokens cost no logits.
 
         Each tensor-parallel rank has the logits of its own vocabulary rows, so its gradient with respect to the
@@ -191,7 +194,11 @@ class MegatronPolicy:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=True, group=self.mesh.tp.group
             )
-        rows_NH = hidden.squeeze(1).index_select(0, micro.predict_N)
+        if self.mesh.cp.size > 1:
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=True, group=self.mesh.cp.group
+            )
+        rows_NH = hidden.squeeze(1).index_select(0, tokens.predict_R)
         if not self._sequence_parallel:
             rows_NH = copy_to_tensor_model_parallel_region(rows_NH, group=self.mesh.tp.group)
         return Head(
@@ -209,11 +216,27 @@ class MegatronPolicy:
         with megatron_device():
             for chunk in self._chunks:
                 chunk.eval()
-            results = self._run(micros, lambda hidden, micro: fn(self._head(hidden, micro), micro), forward_only=True)
+            results = self._run(micros, partial(self._score_one, fn), forward_only=True)
         pp = self.mesh.pp
         if pp.size == 1:
             return results
         return ranks.broadcast_tensors(results, pp.global_rank(pp.size - 1), pp.group, self.device)
+
+    def _score_one(self, fn: ScoreFn, hidden: Tensor, tokens: LocalTokens, micro: MicroBatch) -> dict[str, Tensor]:
+        """fn's results [N, …], on every context rank all of them."""
+        if len(micro.target_N) == 0:  # a filler
+            return {}
+        if tokens.rows_R is None:
+            return fn(self._head(hidden, tokens), micro)
+        own = len(tokens.rows_R)
+        if own == 0:  # a row of another rank tells the names and shapes
+            tokens = replace(tokens, rows_R=torch.zeros(1, dtype=torch.int64, device=self.device))
+        whole = {}
+        for name, value in fn(self._head(hidden, tokens), tokens.losses_of(micro)).items():
+            whole[name] = value.new_zeros(len(micro.target_N), *value.shape[1:])
+            whole[name][tokens.rows_R[:own]] = value[:own]
+            dist.all_reduce(whole[name], group=self.mesh.cp.group)
+        return whole
 
     # Weights
 
@@ -232,6 +255,10 @@ class MegatronPolicy:
     def masters(self) -> dict[str, Tensor]:
         """This rank's live flat fp32 master shards by Megatron name."""
         return self._shards.masters()
+
+    def distinct_masters(self) -> set[str]:
+        """Names of the masters that this rank counts in a sum over all ranks: every weight is counted once."""
+        return self._shards.distinct()
 
     def sync_from_masters(self) -> None:
         """After masters were written: to the model's parameters, on all ranks. Collective."""
@@ -283,21 +310,3 @@ def _filler() -> MicroBatch:
     """One token from which nothing is predicted."""
     one, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
     return MicroBatch(one, one, torch.tensor([0, 1], dtype=torch.int32), 1, none, none, none, samples=[])
-
-
-def pad_tokens(micro: MicroBatch, multiple: int) -> MicroBatch:
-    """Up to a multiple of tokens by a sequence of its own that nothing attends to and nothing is predicted from.
-
-    Sequence parallelism cuts the tokens evenly.
-    """
-    extra = -micro.input_ids_T.shape[0] % multiple
-    if extra == 0:
-        return micro
-    zeros = micro.input_ids_T.new_zeros(extra)
-    return replace(
-        micro,
-        input_ids_T=torch.cat([micro.input_ids_T, zeros]),
-        position_ids_T=torch.cat([micro.position_ids_T, torch.arange(extra, device=zeros.device)]),
-        cu_seqlens=torch.cat([micro.cu_seqlens, micro.cu_seqlens[-1:] + extra]),
-        max_seqlen=max(micro.max_seqlen, extra),
-    )

@@ -110,6 +110,14 @@ class MasterShards:
         """Live flat fp32 shards; of fp32 models they are views of the parameters themselves."""
         return {name: shard.detach() for name, (_, shard) in self._owned.items()}
 
+    def distinct(self) -> set[str]:
+        """The masters that this rank counts where all ranks' are added up, so that each weight counts once."""
+        return {
+            name
+            for name in self._owned
+            if self._map.on_disk(name) and (self._mesh.tp.rank == 0 or self._map.rule(name)[0].cut is not None)
+        }
+
     def sync(self) -> None:
         """Masters → model parameters, on all ranks. Collective."""
         with torch.no_grad():

@@ -5,7 +5,7 @@ One store per rank, over the fp32 master shards that the rank's optimizer owns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -86,15 +86,17 @@ class SnapshotStore:
         for name in target.keys() - set(moving):
             target[name].copy_(source[name])
 
-    def distance_parts(self, tag: str, student: str = STUDENT) -> tuple[float, float]:
+    def distance_parts(
+        self, tag: str, student: str = STUDENT, *, only: Collection[str] | None = None
+    ) -> tuple[float, float]:
         """(Σ (student − tag)², Σ student²) over this rank's floating tensors: ranks add their parts, and
-        `ema/distance` is the square root of the ratio."""
+        `ema/distance` is the square root of the ratio. only: the names that no other rank counts (None: all)."""
         theirs, ours = self._find(tag), self._find(student)
         check_match(theirs, ours, repr(tag), repr(student))
         self._wait()
         difference = norm = 0.0
         for name, tensor in ours.items():
-            if not tensor.is_floating_point():
+            if not tensor.is_floating_point() or (only is not None and name not in only):
                 continue
             for a, b in zip(tensor.detach().reshape(-1).split(CHUNK), theirs[name].reshape(-1).split(CHUNK)):
                 # `sum` adds pairwise, which fp32 needs here: a dot product of so many is off by half a percent.

@@ -1,0 +1,110 @@
+"""Which tokens of a micro-batch this rank runs, and which response tokens it takes the loss of.
+
+Context parallelism cuts every sequence, padded to a multiple of 2·cp, into 2·cp chunks; rank r holds chunks r and
+2·cp−1−r, so that all ranks have the same number of causal pairs (the zigzag of Megatron). The losses are those of
+whole sequences: behind the last layer each rank takes some of them, with all their response tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rlpost.data.packing import assign
+
+if TYPE_CHECKING:
+    from rlpost.parallel import Axis
+    from rlpost.types import MicroBatch
+
+
+@dataclass
+class LocalTokens:
+    """T tokens of this rank, in pieces that attend to the first keys of their own sequence, aligned at the end."""
+
+    input_ids_T: Tensor
+    position_ids_T: Tensor
+    query_lengths: list[int]  # of the pieces: whole sequences, or two chunks of each
+    key_lengths: list[int]
+    keys_K: Tensor | None  # where the pieces' keys stand in the tokens of all context ranks; None: the own tokens
+    predict_N: Tensor  # where the positions that predict response tokens stand in the tokens of all context ranks
+    rows_R: Tensor | None  # the response tokens (of N) whose loss this rank takes; None: all
+
+    @property
+    def predict_R(self) -> Tensor:
+        return self.predict_N if self.rows_R is None else self.predict_N[self.rows_R]
+
+    def losses_of(self, micro: MicroBatch) -> MicroBatch:
+        """The micro-batch with only the response tokens of this rank."""
+        return micro if self.rows_R is None else take_rows(micro, self.rows_R)
+
+    def to(self, device: torch.device) -> LocalTokens:
+        moved = {name: v.to(device) for name, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **moved)
+
+
+def take_rows(micro: MicroBatch, rows_R: Tensor) -> MicroBatch:
+    fields = {name: value[rows_R] for name, value in micro.fields.items()}
+    cut = {name: getattr(micro, name)[rows_R] for name in ("predict_N", "target_N", "sequence_N")}
+    return replace(micro, fields=fields, **cut)
+
+
+def local_tokens(micro: MicroBatch, cp: Axis, multiple: int = 1) -> LocalTokens:
+    """What one rank runs of `micro`, on the CPU. Its number of tokens is a multiple of `multiple`, by a sequence of
+    its own that nothing is predicted from: sequence parallelism cuts the tokens evenly."""
+    starts = micro.cu_seqlens.tolist()
+    lengths = [end - start for start, end in itertools.pairwise(starts)]
+    chunks = 2 * cp.size if cp.size > 1 else 1
+    padded = [-(-length // chunks) * chunks for length in lengths]
+    if extra := -sum(padded) % math.lcm(chunks, cp.size * multiple):
+        padded.append(extra)
+    ends = [0, *itertools.accumulate(padded)]
+    # A pad token continues the positions of its sequence; causality keeps it out of everything before it.
+    position_ids = torch.cat([torch.arange(length) for length in padded])
+    shift_B = torch.tensor([at - start for at, start in zip(ends, starts[:-1])])
+    place_T = torch.arange(starts[-1]) + shift_B.repeat_interleave(torch.tensor(lengths))
+    input_ids = torch.zeros(ends[-1], dtype=torch.int64)
+    input_ids[place_T] = micro.input_ids_T.cpu()
+    predict_N = place_T[micro.predict_N.cpu()]
+    if cp.size == 1:
+        return LocalTokens(input_ids, position_ids, padded, padded, None, predict_N, None)
+
+    sizes = [length // chunks for length in padded]
+    held = [
+        torch.cat([_span(at, size, c) for at, size in zip(ends, sizes) for c in _held(rank, cp.size)])
+        for rank in range(cp.size)
+    ]
+    gathered = torch.empty(ends[-1], dtype=torch.int64)  # where a token stands in the ranks' tokens one after the other
+    gathered[torch.cat(held)] = torch.arange(ends[-1])
+    own = held[cp.rank]
+    pieces = [(at, size, (c + 1) * size) for at, size in zip(ends, sizes) for c in _held(cp.rank, cp.size)]
+    keys = torch.cat([torch.arange(at, at + length) for at, _, length in pieces])
+    return LocalTokens(
+        input_ids[own],
+        position_ids[own],
+        [size for _, size, _ in pieces],
+        [length for _, _, length in pieces],
+        gathered[keys],
+        gathered[predict_N],
+        _rows_of_sequences(micro.sequence_N.cpu(), cp)[cp.rank],
+    )
+
+
+def _held(rank: int, ranks: int) -> tuple[int, int]:
+    return rank, 2 * ranks - 1 - rank
+
+
+def _span(start: int, size: int, chunk: int) -> Tensor:
+    return torch.arange(start + chunk * size, start + (chunk + 1) * size)
+
+
+def _rows_of_sequences(sequence_N: Tensor, cp: Axis) -> list[Tensor]:
+    """Each rank's response tokens: whole sequences, their tokens balanced, so that any loss sees what it needs."""
+    counts: Sequence[int] = torch.bincount(sequence_N).tolist()
+    mine = [torch.isin(sequence_N, torch.tensor(part, dtype=torch.int64)) for part in assign(counts, cp.size)]
+    return [rows_N.nonzero()[:, 0] for rows_N in mine]
