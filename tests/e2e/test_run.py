@@ -158,4 +158,5 @@ def test_a_guard_stops_the_run_after_a_checkpoint(tiny, tmp_path):
     assert run.returncode == 0, run.stderr
     assert "step 1: policy/entropy is" in run.stderr and "below guards.min_entropy=100" in run.stderr
     assert "stopped after step 1" in run.stderr
-    assert (tmp_path / "run" / "checkpoints" / "step_1").exists()
+    latest = (tmp_path / "run" / "checkpoints" / "latest").read_text()
+    assert int(latest.strip().removeprefix("step_")) == 1
