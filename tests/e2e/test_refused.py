@@ -1,0 +1,120 @@
+"""Combinations that are refused at launch, each with a sentence: one table."""
+
+from pathlib import Path
+
+import pytest
+from overrides import command
+
+from rlpost.config.checks import check_config
+from rlpost.config.compose import ConfigError, load_config
+
+OPD = ["algorithm=opd", "feedback=opd", "algorithm.top_k=8"]
+BLEND = ["algorithm=blend", "algorithm.sdpo.top_k=8"]
+
+# name: (algorithm of overrides.py, overrides, what is said)
+REFUSED = {
+    "a group estimator with one sample": (
+        "grpo",
+        ["rollout.samples_per_prompt=1"],
+        "rollout.samples_per_prompt=1 is not allowed with algorithm.name=grpo",
+    ),
+    "RLOO with one sample": ("grpo", ["algorithm=rloo", "rollout.samples_per_prompt=1"], "algorithm.name=rloo"),
+    "REINFORCE++ with a group baseline and one sample": (
+        "grpo",
+        ["algorithm=reinforce_pp", "algorithm.advantage=reinforce_pp_baseline", "rollout.samples_per_prompt=1"],
+        "with algorithm.name=reinforce_pp",
+    ),
+    "a blend with one sample": ("sdpo", [*BLEND, "rollout.samples_per_prompt=1"], "with algorithm.name=blend"),
+    "both KLs": (
+        "grpo",
+        ["algorithm.kl_coef=0.1"],
+        "algorithm.kl_coef=0.1 and algorithm.kl_loss_coef=0.1 are not allowed together",
+    ),
+    "OPD as loss and advantage": (
+        "sdpo",
+        [*OPD, "algorithm.advantage_coef=1"],
+        "algorithm.loss_coef=1.0 and algorithm.advantage_coef=1 are not allowed together",
+    ),
+    "OPD as neither": ("sdpo", [*OPD, "algorithm.loss_coef=0"], "exactly one is above 0"),
+    "an EMA with another model": (
+        "sdpo",
+        ["teacher.model=elsewhere"],
+        "teacher.update=ema is not allowed with teacher.model",
+    ),
+    "an EMA with several models": (
+        "sdpo",
+        ["teacher.models={math: a, code: b}"],
+        "teacher.update=ema is not allowed with teacher.models",
+    ),
+    "one model and several": (
+        "sdpo",
+        ["teacher=external", "teacher.model=a", "teacher.models={math: a}"],
+        "teacher.model and teacher.models are not allowed together",
+    ),
+    "a teacher that is not there": (
+        "sdpo",
+        ["teacher=external", "teacher.model=/no/such/model"],
+        "teacher.model=/no/such/model has no config.json",
+    ),
+    "top-k beyond the vocabulary": (
+        "sdpo",
+        ["algorithm.top_k=5000"],
+        "algorithm.top_k=5000 is larger than the model's",
+    ),
+    "top-k beyond the vocabulary in a blend": (
+        "sdpo",
+        ["algorithm=blend", "algorithm.sdpo.top_k=5000"],
+        "algorithm.top_k=5000 is larger than the model's",
+    ),
+    "an entropy gate without distributions": (
+        "sdpo",
+        ["algorithm.mode=sampled", "algorithm.entropy_gate=1"],
+        "algorithm.entropy_gate=1 is not allowed with algorithm.mode=sampled",
+    ),
+    "a part of a blend with a denominator of its own": (
+        "sdpo",
+        [*BLEND, "algorithm.grpo.reduction=constant"],
+        "algorithm.grpo.reduction is not allowed; both parts share algorithm.reduction",
+    ),
+    "bounds of no correction": ("grpo", ["algorithm.correction_high=2"], "bound algorithm.correction, which is null"),
+    "a teacher for GRPO": ("grpo", ["teacher=ema"], "teacher is set, but algorithm.name=grpo has no use for one"),
+    "distillation without a teacher": ("sdpo", ["teacher=none"], "needs a teacher"),
+    "distillation without feedback": ("sdpo", ["feedback=none"], "needs feedback"),
+    "a policy gradient without a reward": ("grpo", ["reward=none"], "algorithm.name=grpo needs a reward"),
+    "a filter without a reward": (
+        "sdpo",
+        [*OPD, "reward=none", "rollout.filter=nonzero_std"],
+        "rollout.filter=nonzero_std needs a reward",
+    ),
+    "an unknown filter": ("grpo", ["rollout.filter=std"], "rollout.filter=std is not allowed; allowed are nonzero_std"),
+    "greedy sampling in training": ("grpo", ["rollout.temperature=0"], "rollout.temperature=0"),
+    "an advantage that cannot be imported": (
+        "grpo",
+        ["algorithm.advantage=no.such.fn"],
+        "algorithm.advantage=no.such.fn",
+    ),
+    "phases without the teacher's": ("sdpo", ["phases=grpo"], "phases lacks teach, teacher_update"),
+    "an unknown guard": (
+        "grpo",
+        ["guards.action=shout"],
+        "guards.action=shout is not allowed; allowed are off, warn, stop",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name, tiny, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    algorithm, overrides, said = REFUSED[name]
+    given = [o for o in command(tiny, tmp_path, algorithm) if not _withdrawn(o, overrides)]
+    with pytest.raises(ConfigError) as error:
+        check_config(load_config(None, [*given, *overrides]))
+    assert said in str(error.value)
+
+
+def _withdrawn(given: str, overrides: list[str]) -> bool:
+    """Fields of another choice of the group, which this case replaces."""
+    for group in ("algorithm", "teacher", "reward", "feedback"):
+        if any(o.startswith(f"{group}=") for o in overrides) and given.startswith((f"{group}=", f"{group}.")):
+            return True
+    return given.startswith("phases=") and any(o.startswith("phases=") for o in overrides)
