@@ -4,7 +4,7 @@ from itertools import product
 import pytest
 import torch
 
-from rlpost.data.packing import assign, micro_batch_count, pack, unpack
+from rlpost.data.packing import assign, micro_batch_count, pack, run_tokens, unpack
 from rlpost.types import Prompt, Sample
 
 
@@ -53,7 +53,7 @@ def test_packing_keeps_the_limit_and_a_longer_sample_goes_alone():
     lengths = [random.Random(2).randint(2, 40) for _ in range(40)] + [90]
     samples = [sample(i, 1, length - 1) for i, length in enumerate(lengths)]
     micros = pack(samples, 64)
-    assert len(micros) == micro_batch_count(lengths, 64)
+    assert len(micros) == micro_batch_count(samples, 64)
     for micro in micros:
         assert len(micro.input_ids_T) <= 64 or len(micro.samples) == 1
     assert sorted(s.group_id for m in micros for s in m.samples) == list(range(41))
@@ -156,9 +156,27 @@ def test_fields_must_fit():
     assert by_group[0].tolist() == [[1.0] * 4] * 2 and by_group[1].tolist() == [[-1.0] * 4] * 3
 
 
+def group(number, prompt, responses):
+    samples = [sample(number, prompt, response) for response in responses]
+    for s in samples[1:]:
+        s.prompt = samples[0].prompt
+    return samples
+
+
+def test_samples_of_one_prompt_stay_together_and_count_it_once():
+    samples = [s for pair in zip(group(0, 20, [3, 4, 5]), group(1, 20, [3, 4, 5])) for s in pair]
+    assert run_tokens(samples) == 2 * (20 + 12)
+    micros = pack(samples, 32)
+    assert [{s.group_id for s in micro.samples} for micro in micros] == [{0}, {1}]
+    assert micro_batch_count(samples, 32) == 2
+    smaller = pack(samples, 30)  # the prompt and seven more tokens; the group is cut
+    assert sorted(len(micro.samples) for micro in smaller) == [1, 1, 2, 2]
+    assert all(run_tokens(micro.samples) <= 30 for micro in smaller)
+
+
 def test_mistakes_are_named():
     with pytest.raises(ValueError, match="max_tokens_per_micro_batch=0"):
-        micro_batch_count([1], 0)
+        micro_batch_count([sample(0, 1, 3)], 0)
     with pytest.raises(ValueError, match="need 2 micro-batches, not 1"):
         pack([sample(0, 1, 3), sample(1, 1, 3)], 4, count=1)
     with pytest.raises(ValueError, match="0/0 has an empty prompt"):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, get_args
 
 import torch
 
-from rlpost.data.packing import Use, assign, micro_batch_count, pack, unpack
+from rlpost.data.packing import Use, assign, micro_batch_count, pack, run_tokens, unpack
 from rlpost.losses.reduce import token_weights
 from rlpost.types import MicroBatch, Sample
 
@@ -63,19 +63,23 @@ class Batcher:
         for sample, mask, weight in zip(samples, masks, weights):
             sample.tokens["weights"] = weight
             sample.tokens["loss_mask"] = torch.as_tensor(mask, dtype=torch.float32)
-        parts = assign([len(sample.ids) for sample in samples], self.dp_size)
+        parts = self._parts(samples)
         count, teacher_count = (
-            max(micro_batch_count(self._lengths(samples, part, use), self.max_tokens) for part in parts)
-            for use in get_args(Use)
+            max(micro_batch_count(part, self.max_tokens, use) for part in parts) for use in get_args(Use)
         )
-        mine = [samples[i] for i in parts[self.dp_rank]]
-        return Update(mine, count, teacher_count, self.algorithm.has_signal(samples))
+        return Update(parts[self.dp_rank], count, teacher_count, self.algorithm.has_signal(samples))
 
-    def _lengths(self, samples: list[Sample], part: list[int], use: Use) -> list[int]:
-        if use == "student":
-            return [len(samples[i].ids) for i in part]
-        taught = (samples[i] for i in part if samples[i].distill_mask > 0)
-        return [len(s.teacher_prompt_ids or s.prompt.ids) + len(s.response_ids) for s in taught]
+    def _parts(self, samples: list[Sample]) -> list[list[Sample]]:
+        """Each data-parallel rank's samples: whole groups, which run their prompt once, or one by one, which balances
+        better; whichever leaves the busiest rank less to run."""
+        groups: dict[int, list[Sample]] = {}
+        for sample in samples:
+            groups.setdefault(sample.group_id, []).append(sample)
+        candidates = []
+        for units in (list(groups.values()), [[sample] for sample in samples]):
+            parts = assign([run_tokens(unit) for unit in units], self.dp_size)
+            candidates.append([[sample for i in part for sample in units[i]] for part in parts])
+        return min(candidates, key=lambda parts: max(map(run_tokens, parts)))
 
     def pack(
         self, update: Update, use: Use = "student", defaults: Mapping[str, Tensor] | None = None

@@ -50,9 +50,16 @@ def _without_empty(parts: list[list[int]]) -> list[list[int]]:
     return parts
 
 
-def micro_batch_count(lengths: Sequence[int], max_tokens: int) -> int:
-    """How many micro-batches `pack` makes of sequences of these lengths; at least one."""
-    return max(1, len(_first_fit(lengths, max_tokens)))
+def micro_batch_count(samples: Sequence[Sample], max_tokens: int, use: Use = "student") -> int:
+    """How many micro-batches `pack` makes of these samples; at least one."""
+    return max(1, len(_bins(_used(samples, use), max_tokens, use)))
+
+
+def run_tokens(samples: Sequence[Sample], use: Use = "student") -> int:
+    """How many tokens the model runs for these samples in one micro-batch: a prompt that several share counts once."""
+    samples = _used(samples, use)
+    prompts = {tuple(_prompt_ids(sample, use)) for sample in samples}
+    return sum(map(len, prompts)) + sum(len(sample.response_ids) for sample in samples)
 
 
 def pack(
@@ -63,19 +70,19 @@ def pack(
     use: Use = "student",
     defaults: Mapping[str, Tensor] | None = None,
 ) -> list[MicroBatch]:
-    """First-fit-decreasing into micro-batches of at most max_tokens; a longer sequence goes alone.
+    """First-fit-decreasing into micro-batches that run at most max_tokens; a longer sequence goes alone.
 
+    Samples with the same prompt stay together as far as they fit, since the model runs their prompt once.
     count: exactly that many (all ranks need the same number), by splitting the largest; where there are fewer
     samples than micro-batches the rest are fillers, one token of weight 0. use="teacher" packs the teacher's prompt
     with the student's response, of the samples with distill_mask > 0 only. defaults: name → a tensor [1, …] that a
     filler, and a sample without that name in `tokens`, repeats. Raises ValueError for a name that some samples lack
     and defaults do not hold.
     """
-    if use == "teacher":
-        samples = [sample for sample in samples if sample.distill_mask > 0]
-    lengths = [len(_prompt_ids(sample, use)) + len(sample.response_ids) for sample in samples]
-    bins = _first_fit(lengths, max_tokens) or [[]]
+    samples = _used(samples, use)
+    bins = _bins(samples, max_tokens, use) or [[]]
     if count is not None:
+        lengths = [len(_prompt_ids(sample, use)) + len(sample.response_ids) for sample in samples]
         bins = _split_to(bins, lengths, count)
     fields = _field_examples(samples, defaults or {})
     return [_micro_batch([samples[i] for i in members], use, fields, defaults or {}) for members in bins]
@@ -94,6 +101,31 @@ def _prompt_ids(sample: Sample, use: Use) -> list[int]:
     if sample.teacher_prompt_ids is None:
         raise ValueError(f"sample {sample.group_id}/{sample.index} has distill_mask > 0 and no teacher prompt")
     return sample.teacher_prompt_ids
+
+
+def _used(samples: Sequence[Sample], use: Use) -> Sequence[Sample]:
+    return samples if use == "student" else [sample for sample in samples if sample.distill_mask > 0]
+
+
+def _bins(samples: Sequence[Sample], max_tokens: int, use: Use) -> list[list[int]]:
+    """Indices for each micro-batch."""
+    by_prompt: dict[tuple[int, ...], list[int]] = {}
+    for index, sample in enumerate(samples):
+        by_prompt.setdefault(tuple(_prompt_ids(sample, use)), []).append(index)
+    bundles: list[list[int]] = []  # samples with one prompt that fit together
+    costs: list[int] = []
+    for prompt, members in by_prompt.items():
+        cost = max_tokens + 1
+        for index in members:
+            response = len(samples[index].response_ids)
+            if cost + response > max_tokens:
+                bundles.append([])
+                costs.append(0)
+                cost = len(prompt)
+            bundles[-1].append(index)
+            cost += response
+            costs[-1] = cost
+    return [[i for bundle in members for i in bundles[bundle]] for members in _first_fit(costs, max_tokens)]
 
 
 def _first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

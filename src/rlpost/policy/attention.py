@@ -104,17 +104,21 @@ class PackedAttention(nn.Module):
         packed = packed_seq_params
         query_THD = _Rotate.apply(query_THD, packed.cos_TD, packed.sin_TD)
         key_TGD = _Rotate.apply(key_TGD, packed.cos_TD, packed.sin_TD)
-        if packed.context_group is not None:
-            key_TGD, value_TGD = self._of_all_chunks(key_TGD, value_TGD, packed)
+        if packed.tokens.keys_K is not None:
+            key_TGD, value_TGD = self._of_the_pieces(key_TGD, value_TGD, packed)
         flash = query_THD.is_cuda and query_THD.dtype is not torch.float32  # which flash attention does not know
         attend = self._flash if flash else self._per_sequence
         return attend(query_THD, key_TGD, value_TGD, packed).flatten(1)
 
-    def _of_all_chunks(self, key_TGD: Tensor, value_TGD: Tensor, packed: PackedSequences) -> tuple[Tensor, Tensor]:
-        """The keys and values that the pieces need, from all context ranks; the backward sums over the ranks."""
+    def _of_the_pieces(self, key_TGD: Tensor, value_TGD: Tensor, packed: PackedSequences) -> tuple[Tensor, Tensor]:
+        """The keys and values that the pieces need, one piece after the other: of a prompt that several share, or of
+        all context ranks (the backward sums over the ranks)."""
+        where_K = packed.tokens.keys_K
+        if packed.context_group is None:
+            return key_TGD.index_select(0, where_K), value_TGD.index_select(0, where_K)
         both = torch.cat([key_TGD, value_TGD], dim=-1)
         both = gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=True, group=packed.context_group)
-        key, value = both.index_select(0, packed.tokens.keys_K).split([key_TGD.shape[-1], value_TGD.shape[-1]], dim=-1)
+        key, value = both.index_select(0, where_K).split([key_TGD.shape[-1], value_TGD.shape[-1]], dim=-1)
         return key.contiguous(), value.contiguous()
 
     def _per_sequence(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:

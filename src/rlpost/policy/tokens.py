@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -58,8 +59,10 @@ def local_tokens(micro: MicroBatch, cp: Axis, multiple: int = 1) -> LocalTokens:
     """What one rank runs of `micro`, on the CPU. Its number of tokens is a multiple of `multiple`, by a sequence of
     its own that nothing is predicted from: sequence parallelism cuts the tokens evenly."""
     starts = micro.cu_seqlens.tolist()
+    if cp.size == 1:
+        return _prompts_once(replace(micro, fields={}, teacher_head=None).to("cpu"), starts, multiple)
     lengths = [end - start for start, end in itertools.pairwise(starts)]
-    chunks = 2 * cp.size if cp.size > 1 else 1
+    chunks = 2 * cp.size
     padded = [-(-length // chunks) * chunks for length in lengths]
     if extra := -sum(padded) % math.lcm(chunks, cp.size * multiple):
         padded.append(extra)
@@ -71,9 +74,6 @@ def local_tokens(micro: MicroBatch, cp: Axis, multiple: int = 1) -> LocalTokens:
     input_ids = torch.zeros(ends[-1], dtype=torch.int64)
     input_ids[place_T] = micro.input_ids_T.cpu()
     predict_N = place_T[micro.predict_N.cpu()]
-    if cp.size == 1:
-        return LocalTokens(input_ids, position_ids, padded, padded, None, predict_N, None)
-
     sizes = [length // chunks for length in padded]
     held = [
         torch.cat([_span(at, size, c) for at, size in zip(ends, sizes) for c in _held(rank, cp.size)])
@@ -93,6 +93,61 @@ def local_tokens(micro: MicroBatch, cp: Axis, multiple: int = 1) -> LocalTokens:
         gathered[predict_N],
         _rows_of_sequences(micro.sequence_N.cpu(), cp)[cp.rank],
     )
+
+
+def _prompts_once(micro: MicroBatch, starts: list[int], multiple: int) -> LocalTokens:
+    """Sequences whose tokens agree up to the first that is predicted (samples of one group) run these once.
+
+    What follows is a piece of its own: its keys are the prompt's and its own. Activations and gradients are those of
+    whole sequences, since a prompt's states do not depend on what comes after it.
+    """
+    places: list[Tensor] = []  # of the tokens that run, in the micro-batch
+    pieces: list[tuple[int, Tensor]] = []  # queries, and where the piece's keys stand among the tokens that run
+    place_T = torch.empty(starts[-1], dtype=torch.int64)  # the inverse: where each token runs
+    run_at: dict[bytes, tuple[int, int]] = {}  # a prompt's tokens -> its start and end among the tokens that run
+    at = 0
+
+    def run(first: int, last: int, before: Tensor) -> None:
+        nonlocal at
+        own = torch.arange(at, at + last - first)
+        places.append(torch.arange(first, last))
+        place_T[first:last] = own
+        pieces.append((last - first, torch.cat([before, own])))
+        at += last - first
+
+    nothing = torch.arange(0)
+    for (start, end), prompt in zip(itertools.pairwise(starts), _prompt_lengths(micro, starts)):
+        key = micro.input_ids_T[start : start + prompt].numpy().tobytes()
+        if key not in run_at or not prompt:
+            run_at[key] = at, at + prompt
+            if prompt:
+                run(start, start + prompt, nothing)
+        first, last = run_at[key]
+        place_T[start : start + prompt] = torch.arange(first, last)
+        if end > start + prompt:
+            run(start + prompt, end, torch.arange(first, last))
+    input_ids, position_ids = (x[torch.cat(places)] for x in (micro.input_ids_T, micro.position_ids_T))
+    if extra := -at % multiple:
+        input_ids = torch.cat([input_ids, input_ids.new_zeros(extra)])
+        position_ids = torch.cat([position_ids, torch.arange(extra)])
+        pieces.append((extra, torch.arange(at, at + extra)))
+    queries, keys = [size for size, _ in pieces], [len(piece) for _, piece in pieces]
+    keys_K = None if queries == keys else torch.cat([piece for _, piece in pieces])
+    return LocalTokens(input_ids, position_ids, queries, keys, keys_K, place_T[micro.predict_N], None)
+
+
+def _prompt_lengths(micro: MicroBatch, starts: list[int]) -> list[int]:
+    """Tokens of each sequence that another can share: its prompt. 0 where no other has the same, since cutting a
+    sequence in two saves nothing then."""
+    none_B = torch.full((len(starts) - 1,), -1)
+    first_B = none_B.scatter_reduce(0, micro.sequence_N, micro.predict_N, "amin", include_self=False)
+    lengths = [max(0, first + 1 - start) for first, start in zip(first_B.tolist(), starts)]
+    prompts = [
+        micro.input_ids_T[start : start + length].numpy().tobytes() if length else b""
+        for start, length in zip(starts, lengths)
+    ]
+    counts = Counter(prompts)
+    return [length if counts[prompt] > 1 else 0 for length, prompt in zip(lengths, prompts)]
 
 
 def _held(rank: int, ranks: int) -> tuple[int, int]:
