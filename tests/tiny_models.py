@@ -9,7 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from rlpost.config.schema import ModelConfig, OptimConfig, ParallelConfig
 from rlpost.policy.megatron import MegatronPolicy
@@ -39,6 +47,16 @@ CONFIGS = {
     "qwen2": lambda: Qwen2Config(**SHAPE, tie_word_embeddings=False),
     "qwen2-tied": lambda: Qwen2Config(**SHAPE, tie_word_embeddings=True),
     "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=False),
+    "qwen3-moe": lambda: Qwen3MoeConfig(
+        **SHAPE,
+        head_dim=16,
+        tie_word_embeddings=False,
+        moe_intermediate_size=48,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+    ),
+    "mixtral": lambda: MixtralConfig(**SHAPE, tie_word_embeddings=False, num_local_experts=4, sliding_window=None),
     "qwen3-tied": lambda: Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True),
 }
 # A large eps keeps Adam's update smooth in the gradient: else rounding noise in a tiny gradient becomes a full step.
@@ -63,8 +81,11 @@ def load_model(path: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
 
 
-def make_policy(path: Path, optim: OptimConfig = OPTIM, dtype: str = "fp32", **parallel: Any) -> MegatronPolicy:
-    return MegatronPolicy(ModelConfig(path=str(path), dtype=dtype), optim, ParallelConfig(**parallel), temperature=0.7)
+def make_policy(
+    path: Path, optim: OptimConfig = OPTIM, dtype: str = "fp32", recompute: str = "none", **parallel: Any
+) -> MegatronPolicy:
+    model = ModelConfig(path=str(path), dtype=dtype)
+    return MegatronPolicy(model, optim, ParallelConfig(**parallel), temperature=0.7, recompute=recompute)
 
 
 def random_sequences(seed: int, lengths: Sequence[tuple[int, int]]) -> list[dict[str, Tensor]]:
@@ -167,7 +188,28 @@ class Oracle:
         }
 
     def weights(self) -> dict[str, Tensor]:
-        return dict(self.model.state_dict())
+        return weights_on_disk(self.model)
+
+
+def weights_on_disk(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The state under the names on disk, where the experts are tensors of their own."""
+    found = {}
+    for name, tensor in model.state_dict().items():
+        if name.endswith("experts.gate_up_proj"):
+            for e, (gate, up) in enumerate(expert.chunk(2) for expert in tensor):
+                found[name.replace("gate_up_proj", f"{e}.gate_proj.weight")] = gate
+                found[name.replace("gate_up_proj", f"{e}.up_proj.weight")] = up
+        elif name.endswith("experts.down_proj"):
+            for e, down in enumerate(tensor):
+                found[name.replace("down_proj", f"{e}.down_proj.weight")] = down
+        else:
+            found[name] = tensor
+    if model.config.model_type != "mixtral":
+        return found
+    words = {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
+    for ours, theirs in words.items():
+        found = {name.replace(ours, theirs): tensor for name, tensor in found.items()}
+    return found
 
 
 def largest_difference(tensors: Any, reference: dict[str, Tensor]) -> float:

@@ -157,6 +157,7 @@ def assemble(
         temperature=config.rollout.temperature if "rollout" in algorithm.needs else 1.0,
         total_steps=config.trainer.steps * config.train.updates_per_rollout,
         seed=seed,
+        recompute=config.train.recompute,
     )
     engine = build_engine(config.engine, config.model.path, dtype=_engine_dtype(config), seed=seed + agreement.rank)
     snapshots = SnapshotStore(policy.masters, policy.sync_from_masters)
@@ -220,7 +221,9 @@ def teacher_distance(rooms: Rooms) -> dict[str, float]:
     """ema/distance: ‖student − teacher‖ / ‖student‖ over all ranks' shards; none to another model."""
     if rooms.teacher.own_tag is None:
         return {}
-    parts = all_gather_objects(rooms.snapshots.distance_parts(rooms.teacher.own_tag, only=rooms.policy.distinct_masters()))
+    parts = all_gather_objects(
+        rooms.snapshots.distance_parts(rooms.teacher.own_tag, only=rooms.policy.distinct_masters())
+    )
     difference, student = (sum(part[i] for part in parts) for i in range(2))
     return {"ema/distance": (difference / student) ** 0.5}
 

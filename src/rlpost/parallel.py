@@ -60,18 +60,11 @@ def check_layout(parallel: ParallelConfig, ranks: int) -> int:
     for name, size in {**sizes, "expert": parallel.expert, **optional}.items():
         if size is not None and size < 1:
             raise ValueError(f"parallel.{name}={size}: must be at least 1")
-    for name, size in {"expert": parallel.expert, **optional}.items():
-        if name != "virtual_pipeline" and size not in (1, None):
-            raise ValueError(f"parallel.{name}={size} is not supported yet: only 1 is; use tensor or pipeline")
     if parallel.sequence and parallel.tensor == 1:
         raise ValueError("parallel.sequence=true needs parallel.tensor > 1: it cuts sequences over the tensor ranks")
     if virtual_stages(parallel) and parallel.pipeline == 1:
         raise ValueError(
             f"parallel.virtual_pipeline={parallel.virtual_pipeline} needs parallel.pipeline > 1: it cuts its stages"
-        )
-    if parallel.expert > 1 and parallel.tensor > 1 and not parallel.sequence:
-        raise ValueError(
-            f"parallel.expert={parallel.expert} with parallel.tensor={parallel.tensor} needs parallel.sequence=true"
         )
     model_ranks = math.prod(sizes.values())
     if ranks % model_ranks:
@@ -80,7 +73,7 @@ def check_layout(parallel: ParallelConfig, ranks: int) -> int:
     if ranks % math.prod(experts.values()):
         layout = {**sizes, "data": ranks // model_ranks}
         raise ValueError(
-            f"{_product(layout)} ranks are not a multiple of {_product(experts)}, which the experts need: "
+            f"ranks {_product(layout)} are no multiple of {_product(experts)}, which the experts need: "
             "change parallel.expert or parallel.expert_tensor"
         )
     return ranks // model_ranks
@@ -96,8 +89,8 @@ def virtual_stages(parallel: ParallelConfig) -> int | None:
 
 
 def expert_tensor(parallel: ParallelConfig) -> int:
-    """Ranks that share one expert: as many as share any other layer, where nothing else is said."""
-    return parallel.tensor if parallel.expert_tensor is None else parallel.expert_tensor
+    """Ranks that share one expert: where nothing else is said every expert is whole, as small ones should be."""
+    return parallel.expert_tensor or 1
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from tiny_models import (
     policy_loss,
     random_sequences,
     token_mean,
+    weights_on_disk,
 )
 
 from rlpost.config.schema import OptimConfig
@@ -30,7 +31,8 @@ from rlpost.parallel import init_distributed
 from rlpost.policy.megatron import MegatronPolicy
 from rlpost.types import LossOutput, MicroBatch
 
-KINDS = ("llama-tied", "qwen2", "qwen3")
+DENSE, EXPERTS = ("llama-tied", "qwen2", "qwen3"), ("qwen3-moe",)
+KINDS = DENSE + EXPERTS
 # Very unequal shares of two or four ranks: a few tokens, many, and only one-token responses.
 SHARES = [[(3, 4), (1, 1)], [(5, 60), (12, 33), (2, 30)], [(9, 4), (6, 6), (4, 11)], [(3, 1), (8, 1)]]
 
@@ -43,6 +45,11 @@ def parallel(layout: str) -> dict:
     cuts = dict(re.fullmatch(r"([a-z]+)(\d*)", part).groups() for part in layout.split("-"))
     sizes = {FIELDS[name]: int(size) for name, size in cuts.items() if name in FIELDS}
     return {**sizes, "sequence": "sp" in cuts}
+
+
+def kinds_of(layout: str) -> tuple[str, ...]:
+    """Layouts with `ep` cut a model that has experts."""
+    return EXPERTS if "ep" in re.findall("[a-z]+", layout) else DENSE
 
 
 def sequences_of(seed: int) -> list[list[dict]]:
@@ -106,7 +113,7 @@ def check_skip(path: Path, layout: str) -> dict:
     metrics = policy.train_step(micros_of(policy, sequences_of(0)), poisoned)
     return {
         "skipped": metrics["train/skipped"],
-        "moved": largest_difference(policy.hf_tensors(), load_model(path).state_dict()),
+        "moved": largest_difference(policy.hf_tensors(), weights_on_disk(load_model(path))),
     }
 
 
@@ -148,7 +155,7 @@ def check_average(path: Path, layout: str) -> dict:
     for name, shard in policy.masters().items():
         shard.copy_(back[name])
     policy.sync_from_masters()
-    initial = load_model(path).state_dict()
+    initial = weights_on_disk(load_model(path))
     return {
         "gathered": largest_difference(whole.items(), initial),
         "scattered": largest_difference(back.items(), start),
@@ -171,11 +178,12 @@ def main() -> None:
     models = {kind: directory / "models" / kind for kind in KINDS}
     results = {}
     for layout in layouts:
-        for kind, path in models.items():
-            results[f"steps/{layout}/{kind}"] = check_steps(path, layout)
-        results[f"skip/{layout}"] = check_skip(models["llama-tied"], layout)
-        results[f"average/{layout}"] = check_average(models["qwen3"], layout)
-        results[f"bf16/{layout}"] = check_bf16(models["qwen3"], layout)
+        kinds = kinds_of(layout)
+        for kind in kinds:
+            results[f"steps/{layout}/{kind}"] = check_steps(models[kind], layout)
+        results[f"skip/{layout}"] = check_skip(models[kinds[0]], layout)
+        results[f"average/{layout}"] = check_average(models[kinds[-1]], layout)
+        results[f"bf16/{layout}"] = check_bf16(models[kinds[-1]], layout)
     if "dp2" in layouts:
         results["reshard"] = check_reshard(models["qwen2"], "dp2", directory)
     everyone = [None] * dist.get_world_size()

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 from launch import run_ranks
-from policy_cuts_worker import KINDS, flat, policy_loss, sequences_of
+from policy_cuts_worker import KINDS, flat, kinds_of, policy_loss, sequences_of
 from tiny_models import OPTIM, largest_difference, make_policy, pack, save_model, token_mean
 
 from rlpost.config.schema import OptimConfig
 
 WORKER = Path(__file__).parent / "policy_cuts_worker.py"
 LAYOUTS = {
-    2: ["dp2", "tp2", "tp2-sp", "pp2", "pp2-vpp2", "cp2"],
-    4: ["tp2-sp-dp2", "pp4", "pp2-dp2", "tp2-sp-pp2", "cp4", "tp2-sp-cp2"],
+    2: ["dp2", "tp2", "tp2-sp", "pp2", "pp2-vpp2", "cp2", "ep1-dp2", "ep2", "tp2-sp-ep2", "cp2-ep2"],
+    4: ["tp2-sp-dp2", "pp4", "pp2-dp2", "tp2-sp-pp2", "cp4", "tp2-sp-cp2", "pp2-ep2"],
 }
 CASES = [layout for layouts in LAYOUTS.values() for layout in layouts]
 
@@ -38,8 +38,7 @@ def results(directory):
     return by_layout
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", CASES)
+@pytest.mark.parametrize("layout, kind", [(layout, kind) for layout in CASES for kind in kinds_of(layout)])
 def test_steps_equal_plain_pytorch(layout, kind, results):
     for rank in results[layout]:
         got = rank[f"steps/{layout}/{kind}"]

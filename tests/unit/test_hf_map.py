@@ -1,9 +1,9 @@
 import pytest
 import torch
-from tiny_models import CONFIGS, VOCABULARY
+from tiny_models import CONFIGS, VOCABULARY, weights_on_disk
 from transformers import AutoModelForCausalLM
 
-from rlpost.policy.hf_map import HFMap, padded_vocabulary
+from rlpost.policy.hf_map import MIXTRAL_NAMES, HFMap, padded_vocabulary
 
 LAYER = (
     "input_layernorm.weight",
@@ -25,6 +25,10 @@ def megatron_names(kind: str, fused: bool = False) -> list[str]:
         layer.append("self_attention.linear_qkv.bias")
     if kind.startswith("qwen3"):
         layer += ["self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"]
+    if "moe" in kind or kind == "mixtral":
+        dense = [name for name in layer if name.startswith("mlp.")]
+        experts = [name.replace("mlp.", f"mlp.experts.{e}.") for e in range(4) for name in dense]
+        layer = [name for name in layer if name not in dense] + ["mlp.router.weight", *experts]
     if fused:
         layer = [FUSED_NORMS.get(name, name) for name in layer]
     names = [f"decoder.layers.{i}.{name}" for i in range(4) for name in layer]
@@ -34,11 +38,13 @@ def megatron_names(kind: str, fused: bool = False) -> list[str]:
 def make(kind: str) -> tuple[HFMap, dict[str, torch.Tensor]]:
     config = CONFIGS[kind]()
     torch.manual_seed(0)
-    tensors = {name: torch.randn_like(t) for name, t in AutoModelForCausalLM.from_config(config).state_dict().items()}
+    weights = weights_on_disk(AutoModelForCausalLM.from_config(config))
+    tensors = {name: torch.randn_like(t) for name, t in weights.items()}
     tied = config.tie_word_embeddings
     if tied:
         del tensors["lm_head.weight"]
-    return HFMap(query_groups=4, heads_per_group=2, vocab_size=VOCABULARY, tied=tied), tensors
+    renames = MIXTRAL_NAMES if kind == "mixtral" else ()
+    return HFMap(query_groups=4, heads_per_group=2, vocab_size=VOCABULARY, tied=tied, renames=renames), tensors
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
@@ -95,7 +101,7 @@ def test_a_tied_head_of_its_own_stage_reads_the_embedding_and_is_not_sent():
 
 def test_unknown_parameters_and_impossible_cuts_are_named():
     hf_map, tensors = make("llama")
-    with pytest.raises(KeyError, match=r"decoder\.layers\.0\.mlp\.router\.weight"):
-        hf_map.rule("decoder.layers.0.mlp.router.weight")
+    with pytest.raises(KeyError, match=r"decoder\.layers\.0\.mlp\.gate\.weight"):
+        hf_map.rule("decoder.layers.0.mlp.gate.weight")
     with pytest.raises(ValueError, match=r"gate_proj\.weight: dimension 0 is 96, not a multiple of parallel\.tensor=5"):
         hf_map.from_hf("decoder.layers.0.mlp.linear_fc1.weight", tensors.__getitem__, 0, 5)

@@ -80,6 +80,16 @@ def test_steps_equal_plain_pytorch_however_cut_into_micro_batches(kind, micro_ba
     assert largest_difference(policy.hf_tensors(), oracle.weights()) < 5e-6
 
 
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3-moe"])
+def test_recomputed_activations_give_the_same_step(kind, recompute, models):
+    sequences = random_sequences(0, LENGTHS)
+    micro = pack(sequences, token_mean(sequences))
+    kept, recomputed = make_policy(models(kind)), make_policy(models(kind), recompute=recompute)
+    assert recomputed.train_step([micro], policy_loss) == pytest.approx(kept.train_step([micro], policy_loss), rel=1e-6)
+    assert largest_difference(recomputed.hf_tensors(), dict(kept.hf_tensors())) <= 1e-6
+
+
 def test_a_step_without_a_live_token_runs_and_has_no_gradient(models):
     policy = make_policy(models("qwen3"), OptimConfig(lr=1e-2))
     micro = pack(random_sequences(0, LENGTHS), 1.0)
@@ -288,6 +298,11 @@ def test_layouts_that_do_not_fit_do_the_arithmetic():
         check_layout(ParallelConfig(tensor=4), 6)
     with pytest.raises(ValueError, match=r"parallel\.virtual_pipeline=2 needs parallel\.pipeline > 1"):
         check_layout(ParallelConfig(virtual_pipeline=2), 2)
+    assert check_layout(ParallelConfig(tensor=2, pipeline=2, context=2, sequence=True, expert=2), 16) == 2
+    with pytest.raises(
+        ValueError, match="ranks 4 = tensor 1 × .* data 4 are no multiple of 3 = expert 3"
+    ):
+        check_layout(ParallelConfig(expert=3), 4)
     with pytest.raises(ValueError, match=r"parallel\.sequence=true needs parallel\.tensor > 1"):
         check_layout(ParallelConfig(sequence=True), 2)
     with pytest.raises(ValueError, match=r"parallel\.tensor=0"):

@@ -23,6 +23,7 @@ CHOICES = {
     "data.on_bad_row": ("error", "skip"),
     "data.on_long_prompt": ("error", "skip"),
     "data.last_batch": ("wrap", "drop", "keep"),
+    "train.recompute": ("none", "selective", "full"),
     "optim.schedule": ("constant", "linear", "cosine"),
     "publish.verify": ("off", "first", "always"),
     "guards.action": ("off", "warn", "stop"),
@@ -160,6 +161,27 @@ def _parallel_mistakes(config: Config) -> Iterator[str]:
             f"{world} ranks cannot be cut into TP {p.tensor} × PP {p.pipeline} × CP {p.context} = {model_ranks}: "
             f"start a multiple of {model_ranks} (torchrun --nproc-per-node) or change parallel.*"
         )
+    else:
+        from rlpost.parallel import check_layout
+
+        try:
+            check_layout(p, world)
+        except ValueError as error:
+            yield str(error)
+    chunks = p.pipeline * (p.virtual_pipeline or 1)
+    layers = _model_config(config).get("num_hidden_layers")
+    if layers and chunks > 0 and layers % chunks:
+        yield (
+            f"parallel.pipeline={p.pipeline} × parallel.virtual_pipeline={p.virtual_pipeline or 1} = {chunks} does not "
+            f"divide the model's {layers} layers"
+        )
+    experts = _model_config(config).get("num_experts") or _model_config(config).get("num_local_experts")
+    if p.expert > 1 and not experts:
+        yield f"parallel.expert={p.expert}: the model has no experts"
+    elif experts and p.expert > 0 and experts % p.expert:
+        yield f"parallel.expert={p.expert} does not divide the model's {experts} experts"
+    if experts and p.tensor > 1 and not p.sequence:
+        yield f"parallel.tensor={p.tensor} needs parallel.sequence=true where the model has experts"
     heads = _model_config(config).get("num_attention_heads")
     if heads and heads % p.tensor:
         yield f"parallel.tensor={p.tensor} does not divide the model's {heads} attention heads"

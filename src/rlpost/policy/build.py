@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,18 +13,23 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from rlpost.parallel import virtual_stages
+from rlpost.parallel import expert_tensor, virtual_stages
 from rlpost.policy.attention import PackedAttention, PackedSequences
-from rlpost.policy.hf_map import HFMap, padded_vocabulary
+from rlpost.policy.hf_map import MIXTRAL_NAMES, HFMap, padded_vocabulary
 from rlpost.policy.layers import RMSNorm, SwiGLU
 
 if TYPE_CHECKING:
@@ -33,7 +39,12 @@ if TYPE_CHECKING:
     from rlpost.config.schema import ModelConfig, OptimConfig, ParallelConfig
     from rlpost.policy.tokens import LocalTokens
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
+log = logging.getLogger(__name__)
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    moe_utils.te_general_gemm = None  # without Transformer Engine, Megatron's router asks for a name that it lacks
+
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -47,6 +58,9 @@ def read_config(path: str | Path) -> PreTrainedConfig:
         "attention_bias": False,
         "mlp_bias": False,
         "use_sliding_window": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "router_jitter_noise": 0.0,
     }.items():
         value = getattr(config, key, allowed)
         if value != allowed:
@@ -64,6 +78,7 @@ def make_map(hf: PreTrainedConfig) -> HFMap:
         heads_per_group=hf.num_attention_heads // hf.num_key_value_heads,
         vocab_size=hf.vocab_size,
         tied=hf.tie_word_embeddings,
+        renames=MIXTRAL_NAMES if hf.model_type == "mixtral" else (),
     )
 
 
@@ -71,6 +86,15 @@ def _check_cuts(hf: PreTrainedConfig, parallel: ParallelConfig) -> None:
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if getattr(hf, key) % parallel.tensor:
             raise ValueError(f"parallel.tensor={parallel.tensor} does not divide the model's {key}={getattr(hf, key)}")
+    experts = getattr(hf, "num_local_experts", None)
+    if experts is None and parallel.expert > 1:
+        raise ValueError(f"parallel.expert={parallel.expert}: the model ({hf.model_type}) has no experts")
+    if experts is not None and experts % parallel.expert:
+        raise ValueError(f"parallel.expert={parallel.expert} does not divide the model's {experts} experts")
+    if expert_tensor(parallel) > 1 and not torch.cuda.is_available():
+        raise ValueError(f"parallel.expert_tensor={parallel.expert_tensor} needs CUDA: gloo gathers only equal parts")
+    if experts is not None and parallel.tensor > 1 and not parallel.sequence:
+        raise ValueError(f"experts with parallel.tensor={parallel.tensor} need parallel.sequence=true")
     chunks = parallel.pipeline * (virtual_stages(parallel) or 1)
     if hf.num_hidden_layers % chunks:
         raise ValueError(
@@ -79,7 +103,9 @@ def _check_cuts(hf: PreTrainedConfig, parallel: ParallelConfig) -> None:
         )
 
 
-def transformer_config(hf: PreTrainedConfig, dtype: torch.dtype, parallel: ParallelConfig) -> TransformerConfig:
+def transformer_config(
+    hf: PreTrainedConfig, dtype: torch.dtype, parallel: ParallelConfig, recompute: str = "none"
+) -> TransformerConfig:
     """Megatron's configuration of the model. Fusions that need CUDA are on only there."""
     _check_cuts(hf, parallel)
     on_cuda = torch.cuda.is_available()
@@ -96,7 +122,7 @@ def transformer_config(hf: PreTrainedConfig, dtype: torch.dtype, parallel: Paral
         add_qkv_bias=hf.model_type == "qwen2",
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
-        qk_layernorm=hf.model_type == "qwen3",
+        qk_layernorm=hf.model_type in ("qwen3", "qwen3_moe"),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -109,6 +135,8 @@ def transformer_config(hf: PreTrainedConfig, dtype: torch.dtype, parallel: Paral
         virtual_pipeline_model_parallel_size=virtual_stages(parallel),
         variable_seq_lengths=parallel.pipeline > 1,  # stages tell each other the length of every micro-batch
         moe_token_dispatcher_type="alltoall",  # the one that takes varying lengths
+        **_expert_options(hf, parallel),
+        **_recompute_options(recompute, experts=getattr(hf, "num_local_experts", None) is not None),
         # Batched sends of a stage with two chunks to a peer that is both its neighbours get mixed up, silently.
         batch_p2p_comm=virtual_stages(parallel) is None,
         overlap_p2p_comm=False,
@@ -128,8 +156,85 @@ def transformer_config(hf: PreTrainedConfig, dtype: torch.dtype, parallel: Paral
     )
 
 
+def _expert_options(hf: PreTrainedConfig, parallel: ParallelConfig) -> dict[str, Any]:
+    if getattr(hf, "num_local_experts", None) is None:
+        return {}
+    return {
+        "num_moe_experts": hf.num_local_experts,
+        "moe_router_topk": hf.num_experts_per_tok,
+        "moe_ffn_hidden_size": getattr(hf, "moe_intermediate_size", hf.intermediate_size),
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": expert_tensor(parallel),
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_dtype": "fp32",
+        # The chosen experts' probabilities add up to 1: the softmax may as well be over their logits alone.
+        "moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True),
+    }
+
+
+def _recompute_options(recompute: str, experts: bool) -> dict[str, Any]:
+    """What the backward computes again instead of keeping it. `selective`: the attention itself and the MLP or the
+    experts of each layer; `full`: all of a layer but its input."""
+    if recompute == "none":
+        return {}
+    if recompute == "selective":
+        return {"recompute_granularity": recompute, "recompute_modules": ["core_attn", "moe" if experts else "mlp"]}
+    if recompute == "full":
+        return {"recompute_granularity": recompute, "recompute_method": "uniform", "recompute_num_layers": 1}
+    raise ValueError(f"train.recompute={recompute!r}: allowed are none, selective, full")
+
+
 def _finalize(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
     finalize_model_grads(model, None, **kwargs)
+
+
+def uses_transformer_engine(impl: str) -> bool:
+    """Whether `model.impl` means Transformer Engine's layers here: `auto` does where they can be imported.
+
+    Raises ValueError for `transformer_engine` where they cannot.
+    """
+    if impl == "local" or (impl == "auto" and not torch.cuda.is_available()):
+        return False
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except (ImportError, OSError) as error:  # OSError: a library that it is linked to is missing
+        if impl == "auto":
+            log.info("model.impl=auto: local layers, as Transformer Engine cannot be imported (%s)", error)
+            return False
+        raise ValueError(f"model.impl={impl}: Transformer Engine cannot be imported ({error}); use local") from error
+    if not torch.cuda.is_available():
+        raise ValueError(f"model.impl={impl} needs CUDA; use local")
+    return True
+
+
+def _local_layer(config: TransformerConfig) -> tuple[ModuleSpec, type]:
+    """(a layer of Megatron's own linear modules, the final norm)."""
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
+    parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    mlp = parts.mlp if config.num_moe_experts is None else parts.mlp.submodules.experts
+    mlp.submodules.activation_func = SwiGLU
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return layer, RMSNorm
+
+
+def _fused_layer(config: TransformerConfig) -> tuple[ModuleSpec, type]:
+    """The same of Transformer Engine's modules, whose linear layers hold the norm before them, and whose experts are
+    one grouped matrix product. The attention is ours, as it knows packing and context parallelism."""
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.num_moe_experts is not None,
+        qk_layernorm=config.qk_layernorm,
+    )
+    layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    return layer, TENorm
 
 
 class PackedGPT(GPTModel):
@@ -139,18 +244,14 @@ class PackedGPT(GPTModel):
     Rotary angles are Transformers' own (all of its rope types), computed once per micro-batch.
     """
 
-    def __init__(self, hf: PreTrainedConfig, config: TransformerConfig, chunk: int | None = None) -> None:
-        layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-        parts, attention = layer.submodules, layer.submodules.self_attention.submodules
-        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-        parts.mlp.submodules.activation_func = SwiGLU
-        attention.core_attention = PackedAttention
-        if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
+    def __init__(
+        self, hf: PreTrainedConfig, config: TransformerConfig, chunk: int | None = None, *, fused: bool = False
+    ) -> None:
+        layer, final_norm = _fused_layer(config) if fused else _local_layer(config)
         layers = get_num_layers_to_build(config, vp_stage=chunk)
         super().__init__(
             config=config,
-            transformer_layer_spec=TransformerBlockSubmodules([layer] * layers, layer_norm=RMSNorm),
+            transformer_layer_spec=TransformerBlockSubmodules([layer] * layers, layer_norm=final_norm),
             vocab_size=padded_vocabulary(hf.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=hf.max_position_embeddings,
             share_embeddings_and_output_weights=hf.tie_word_embeddings,
@@ -188,19 +289,30 @@ class PackedGPT(GPTModel):
             if local := re.match(r"decoder\.layers\.(\d+)\.", name):
                 number = self.decoder.layers[int(local.group(1))].layer_number - 1
                 name = f"decoder.layers.{number}.{name[local.end() :]}"
+            # Experts lie one by one, or, with grouped matrix products, as numbered weights of one layer.
+            name = re.sub(r"\.experts\.(linear_fc\d)\.weight(\d+)$", r".local_experts.\2.\1.weight", name)
+            name = name.replace(".experts.local_experts.", ".local_experts.")
+            if local := re.search(r"\.local_experts\.(\d+)\.", name):
+                here = self.config.num_moe_experts // self.config.expert_model_parallel_size
+                first = here * parallel_state.get_expert_model_parallel_rank()
+                name = name.replace(local.group(), f".experts.{first + int(local.group(1))}.")
             yield name, parameter
 
 
-def build_model(hf: PreTrainedConfig, model: ModelConfig, parallel: ParallelConfig) -> list[DistributedDataParallel]:
+def build_model(
+    hf: PreTrainedConfig, model: ModelConfig, parallel: ParallelConfig, recompute: str = "none"
+) -> list[DistributedDataParallel]:
     """This rank's chunks of the model, each in Megatron's data-parallel wrapper. Their weights are not read yet."""
     if model.dtype not in DTYPES:
         raise ValueError(f"model.dtype={model.dtype!r}: allowed are {', '.join(DTYPES)}")
-    config = transformer_config(hf, DTYPES[model.dtype], parallel)
+    config = transformer_config(hf, DTYPES[model.dtype], parallel, recompute)
+    fused = uses_transformer_engine(model.impl)
+    config.moe_grouped_gemm = fused and config.num_moe_experts is not None
     hf_map = make_map(hf)
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
     chunks = []
     for chunk in range(virtual_stages(parallel) or 1):
-        module = PackedGPT(hf, config, chunk if virtual_stages(parallel) else None)
+        module = PackedGPT(hf, config, chunk if virtual_stages(parallel) else None, fused=fused)
         for name, parameter in module.global_parameters():
             # Without its own initialisation Megatron forgets to mark weights as cut, and the gradient norm would then
             # count them on the first tensor-parallel rank only.

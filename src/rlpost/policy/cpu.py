@@ -58,8 +58,26 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
+class _NoStream:
+    """Copies from the device to the host have nothing to wait for."""
+
+    def wait_stream(self, stream: Any) -> None:
+        return None
+
+    def record_event(self) -> _NoStream:
+        return self
+
+    def synchronize(self) -> None:
+        return None
+
+
+def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
 def _replacements() -> list[tuple[Any, str, Any]]:
     from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer.moe import token_dispatcher
 
     return [
         (torch.cuda, "current_device", lambda: torch.device("cpu")),
@@ -69,6 +87,8 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (torch.cuda, "get_rng_state", _get_rng_state),
         (torch.cuda, "set_rng_state", _set_rng_state),
         (torch.cuda, "manual_seed", torch.manual_seed),
+        (token_dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", _NoStream()),
+        (token_dispatcher, "maybe_move_tensor_to_cpu", _on_host),
         (megatron_random, "_get_cuda_rng_state", _get_rng_state),
         (megatron_random, "_set_cuda_rng_state", _set_rng_state),
     ]

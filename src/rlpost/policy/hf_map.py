@@ -20,7 +20,8 @@ Join = Literal["same", "stack", "qkv", "vocabulary"]
 
 @dataclass(frozen=True)
 class Rule:
-    """How one Megatron parameter is made. `{i}` in names is the number of the layer, counted over all stages."""
+    """How one Megatron parameter is made. In names `{i}` is the number of the layer, counted over all stages, and `{e}`
+    that of the expert, counted over all expert-parallel ranks."""
 
     megatron: str
     parts: tuple[str, ...]  # Hugging Face names, in the order in which they are joined
@@ -31,6 +32,7 @@ class Rule:
 _LAYER, _HF_LAYER = "decoder.layers.{i}.", "model.layers.{i}."
 _ATTENTION, _HF_ATTENTION = _LAYER + "self_attention.", _HF_LAYER + "self_attn."
 _QKV = ("q_proj", "k_proj", "v_proj")
+_HF_EXPERT = _HF_LAYER + "mlp.experts.{e}."
 _INPUT_NORM, _MLP_NORM = _HF_LAYER + "input_layernorm.weight", _HF_LAYER + "post_attention_layernorm.weight"
 
 RULES: tuple[Rule, ...] = (
@@ -54,8 +56,34 @@ RULES: tuple[Rule, ...] = (
         "stack",
     ),
     Rule(_LAYER + "mlp.linear_fc2.weight", (_HF_LAYER + "mlp.down_proj.weight",), 1),
+    Rule(_LAYER + "mlp.router.weight", (_HF_LAYER + "mlp.gate.weight",)),
+    Rule(
+        _LAYER + "mlp.experts.{e}.linear_fc1.weight",
+        (_HF_EXPERT + "gate_proj.weight", _HF_EXPERT + "up_proj.weight"),
+        0,
+        "stack",
+    ),
+    Rule(_LAYER + "mlp.experts.{e}.linear_fc2.weight", (_HF_EXPERT + "down_proj.weight",), 1),
 )
 _BY_NAME = {rule.megatron: rule for rule in RULES}
+# Mixtral's own words for the parts of its experts, in the place of those of Qwen3-MoE.
+MIXTRAL_NAMES = (
+    (".mlp.", ".block_sparse_moe."),
+    (".gate_proj.", ".w1."),
+    (".down_proj.", ".w2."),
+    (".up_proj.", ".w3."),
+)
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+
+
+def is_expert(name: str) -> bool:
+    """Whether a Megatron parameter belongs to one expert, and so lies on one expert-parallel rank."""
+    return _EXPERT.search(name) is not None
+
+
+def shift_expert(name: str, by: int) -> str:
+    """The same parameter of another expert."""
+    return _EXPERT.sub(lambda number: str(int(number.group()) + by), name)
 
 
 def padded_vocabulary(vocab_size: int, tp_size: int) -> int:
@@ -72,21 +100,29 @@ class HFMap:
         heads_per_group: query heads that share one key/value head.
         vocab_size: rows of the Hugging Face embedding; Megatron's has more where it is padded.
         tied: the head is the embedding, and is not a tensor of its own on disk.
+        renames: (part of a name, what this model has in its place on disk).
     """
 
     query_groups: int
     heads_per_group: int
     vocab_size: int
     tied: bool
+    renames: tuple[tuple[str, str], ...] = ()
 
     def rule(self, name: str) -> tuple[Rule, tuple[str, ...]]:
         """The rule of a Megatron parameter and the Hugging Face names of its parts."""
         layer = re.search(r"\.layers\.(\d+)\.", name)
-        pattern = name if layer is None else name.replace(layer.group(0), ".layers.{i}.", 1)
+        expert = _EXPERT.search(name)
+        pattern = _EXPERT.sub("{e}", name)
+        pattern = pattern if layer is None else pattern.replace(layer.group(0), ".layers.{i}.", 1)
         rule = _BY_NAME.get(pattern)
         if rule is None:
             raise KeyError(f"no rule maps the Megatron parameter {name} to Hugging Face names")
         parts = rule.parts if layer is None else tuple(p.replace("{i}", layer.group(1)) for p in rule.parts)
+        if expert is not None:
+            parts = tuple(p.replace("{e}", expert.group()) for p in parts)
+        for ours, theirs in self.renames:
+            parts = tuple(p.replace(ours, theirs) for p in parts)
         if self.tied and name == "output_layer.weight":
             parts = ("model.embed_tokens.weight",)
         return rule, parts

@@ -43,6 +43,7 @@ class MegatronPolicy:
         parallel: how the ranks are cut; what is left over is data parallel.
         temperature: logits are divided by it before the softmax, in training and scoring.
         total_steps: calls of `train_step` in the run, for schedules that fall towards an end.
+        recompute: activations that the backward computes again: none, selective (attention and MLP), full.
         seed: of Megatron's random states. Nothing is drawn from them as long as there is no dropout.
 
     Raises ValueError for a model or a layout that is not supported, FileNotFoundError without weights.
@@ -57,6 +58,7 @@ class MegatronPolicy:
         temperature: float = 1.0,
         total_steps: int | None = None,
         seed: int = 0,
+        recompute: str = "none",
     ) -> None:
         if temperature <= 0:
             raise ValueError(f"temperature={temperature}: training needs one above 0")
@@ -72,7 +74,7 @@ class MegatronPolicy:
             random_state = torch.get_rng_state()
             model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
             torch.set_rng_state(random_state)
-            self._chunks = [chunk.to(self.device) for chunk in build_model(self.hf_config, model, parallel)]
+            self._chunks = [chunk.to(self.device) for chunk in build_model(self.hf_config, model, parallel, recompute)]
             self._optimizer = build_optimizer(self._chunks, optim)
             self._shards = MasterShards(self._chunks, self._optimizer, self._map, self.mesh)
         self._sequence_parallel = parallel.sequence
@@ -135,7 +137,9 @@ class MegatronPolicy:
         if self.optim.clip_grad > 0:
             scale = self.optim.clip_grad / (grad_norm + 1e-6)
             if scale < 1:
-                torch._foreach_mul_([p.grad for p in self._optimizer.get_parameters() if p.grad is not None], scale)
+                parts = self._optimizer.chained_optimizers
+                gradients = [p.grad for part in parts for p in part.get_parameters() if p.grad is not None]
+                torch._foreach_mul_(gradients, scale)
         self._optimizer.step_with_ready_grads()
         return grad_norm, True
 

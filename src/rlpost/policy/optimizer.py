@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlpost.parallel import all_gather_objects, device
+from rlpost.policy.hf_map import is_expert, shift_expert
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -82,14 +83,17 @@ class MasterShards:
         names = {parameter: name for chunk in chunks for name, parameter in chunk.module.global_parameters()}
         found: dict[str, _Parameter] = {}
         for chunk in chunks:
-            for buffer in chunk.buffers:
+            buffers = [(buffer, mesh.shard) for buffer in chunk.buffers]
+            buffers += [(buffer, mesh.expert_shard) for buffer in chunk.expert_parallel_buffers]
+            for buffer, axis in buffers:
                 for bucket in buffer.buckets:
-                    shard = bucket.grad_data.numel() // mesh.shard.size
+                    shard = bucket.grad_data.numel() // axis.size
                     for parameter in bucket.params_list:
                         start = buffer.param_index_map[parameter][0] - bucket.offset
-                        found[names[parameter]] = _Parameter(names[parameter], parameter, start, shard, mesh.shard)
+                        found[names[parameter]] = _Parameter(names[parameter], parameter, start, shard, axis)
         self._parameters = {name: found[name] for name in names.values()}  # the model's order
         self._owned = dict(self._find_masters(names))
+        self._experts_here = chunks[0].config.num_moe_experts // mesh.expert.size if mesh.expert.size > 1 else 0
         shapes = {name: tuple(parameter.parameter.shape) for name, parameter in self._parameters.items()}
         self._stages = all_gather_objects(shapes, mesh.pp.group)
 
@@ -103,8 +107,15 @@ class MasterShards:
                     yield from ((names[p], (optimizer, shard)) for p, shard in zip(group, shards))
 
     def names(self) -> list[str]:
-        """Of all stages' parameters."""
-        return [name for shapes in self._stages for name in shapes]
+        """Of the parameters of all stages and experts."""
+        return [other for shapes in self._stages for name in shapes for other in self._of_all_experts(name)]
+
+    def _of_all_experts(self, name: str) -> list[str]:
+        """A parameter of a local expert: that of the same local expert on each expert-parallel rank. Else its name."""
+        axis = self._mesh.expert
+        if not is_expert(name):
+            return [name]
+        return [shift_expert(name, (rank - axis.rank) * self._experts_here) for rank in range(axis.size)]
 
     def masters(self) -> dict[str, Tensor]:
         """Live flat fp32 shards; of fp32 models they are views of the parameters themselves."""
@@ -176,7 +187,9 @@ class MasterShards:
                     part = torch.empty(shape, dtype=dtype, device=device())
                 if pp.size > 1:
                     dist.broadcast(part, src=pp.global_rank(stage), group=pp.group)
-                yield from self._map.to_hf(name, self._over_tensor_parallel(name, part))
+                others = self._of_all_experts(name)
+                for other, piece in zip(others, _gathered(part, self._mesh.expert) if len(others) > 1 else [part]):
+                    yield from self._map.to_hf(other, self._over_tensor_parallel(other, piece))
 
     def _over_data_parallel(self, parameter: _Parameter, shards: dict[str, Tensor]) -> Tensor:
         shape, axis = parameter.parameter.shape, parameter.axis
@@ -194,12 +207,10 @@ class MasterShards:
 
     def _over_tensor_parallel(self, name: str, local: Tensor) -> list[Tensor]:
         """The shards of all tensor-parallel ranks in rank order; only the own one where nothing is cut."""
-        tp = self._mesh.tp
-        if tp.size == 1 or self._map.rule(name)[0].cut is None:
-            return [local]
-        shards = [torch.empty_like(local) for _ in range(tp.size)]
-        dist.all_gather(shards, local, group=tp.group)
-        return shards
+        return [local] if self._map.rule(name)[0].cut is None else _gathered(local, self._cut_over(name))
+
+    def _cut_over(self, name: str) -> Axis:
+        return self._mesh.expert_tp if is_expert(name) else self._mesh.tp
 
     def scatter(self, get: GetTensor) -> dict[str, Tensor]:
         """The inverse of `gather`: this rank's shards, new fp32 tensors, of the whole tensors that `get` returns by
@@ -208,7 +219,8 @@ class MasterShards:
 
     def _cut(self, name: str, get: GetTensor) -> Tensor:
         parameter = self._parameters[name]
-        local = self._map.from_hf(name, get, self._mesh.tp.rank, self._mesh.tp.size)
+        axis = self._cut_over(name)
+        local = self._map.from_hf(name, get, axis.rank, axis.size)
         if local.shape != parameter.parameter.shape:
             raise ValueError(
                 f"{name}: the tensors given make {tuple(local.shape)}, "
@@ -224,3 +236,11 @@ class MasterShards:
         live = self.masters() if kind == "master" else self.moments(kind)
         for name, shard in live.items():
             shard.copy_(self._cut(name, get))
+
+
+def _gathered(local: Tensor, axis: Axis) -> list[Tensor]:
+    if axis.size == 1:
+        return [local]
+    everyone = [torch.empty_like(local) for _ in range(axis.size)]
+    dist.all_gather(everyone, local, group=axis.group)
+    return everyone
