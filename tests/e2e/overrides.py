@@ -7,6 +7,15 @@ ALGORITHMS = {
     "sdpo": [*SDPO, "algorithm.mode=topk", "algorithm.top_k=8"],
     "sdpo_full": [*SDPO, "algorithm.mode=full"],
     "grpo": ["algorithm=grpo", "phases=grpo", "train.updates_per_rollout=2", "algorithm.kl_loss_coef=0.1"],
+    # The KL is in returns that are whitened over the step: sums over ranks before the loss.
+    "reinforce_pp": ["algorithm=reinforce_pp", "phases=grpo", "algorithm.kl_coef=0.1", "rollout.filter=nonzero_std"],
+    "blend": [
+        *SDPO,
+        "algorithm=blend",
+        "algorithm.sdpo.mode=full",
+        "teacher=trust_region",
+        "train.updates_per_rollout=2",
+    ],
     "sft": ["algorithm=sft", "phases=sft"],
 }
 

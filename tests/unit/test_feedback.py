@@ -311,6 +311,13 @@ def test_opsd_reads_the_privileged_column_and_counts_rows_without():
         OPSDFeedback()
 
 
+def test_opsd_may_read_the_answer():
+    given = sample(0, 0.0)
+    given.prompt.answer = "it is 4"
+    (told,) = teach(bound(OPSDFeedback(teacher_prompt_key="answer")), [given])
+    assert "it is 4" in user_text(told) and told.teacher_info["route"] == "privileged"
+
+
 def golden(**kwargs):
     return bound(GoldenAnswerSDPOFeedback(**kwargs))
 

@@ -20,7 +20,8 @@ DEFAULTS = MappingProxyType(
 
 
 class OPSDFeedback(EnvironmentFeedback):
-    """The teacher prompt comes from the column `teacher_prompt_key` (required).
+    """The teacher prompt comes from the column `teacher_prompt_key` (required; "answer" is the row's answer, whatever
+    its column is called).
 
     Text is put into the template `user` (slots {question}, {privileged}) in place of the last user message; chat
     messages are the teacher prompt as they stand. A row without it falls back to the student's prompt, counted as
@@ -42,7 +43,8 @@ class OPSDFeedback(EnvironmentFeedback):
 
     def group_prompts(self, group: Sequence[Sample]) -> None:
         for sample in group:
-            privileged = sample.prompt.metadata.get(self.teacher_prompt_key)
+            key = self.teacher_prompt_key
+            privileged = sample.prompt.answer if key == "answer" else sample.prompt.metadata.get(key)
             if privileged is None or (isinstance(privileged, str) and not privileged.strip()):
                 self._use_student_prompt(sample, "fallback")
                 continue

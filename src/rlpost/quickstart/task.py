@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlpost.rewards import RewardResult
 
 if TYPE_CHECKING:
-    from rlpost.types import Prompt, Sample
+    from rlpost.types import Sample
 
 WORDS = ("lamp", "river", "stone", "horn", "wing", "cloud", "bread", "sail")
 DECLENSIONS = ("first", "second", "third", "fourth", "fifth", "sixth")
@@ -187,12 +186,6 @@ def share_reward(sample: Sample) -> float:
     """The share of right forms, in their places: for policy gradients, which the whole answer alone teaches nothing."""
     said, expected = sample.response.split(), sample.prompt.answer.split()
     return sum(form == right for form, right in zip(said, expected)) / max(len(said), len(expected))
-
-
-def with_hint(prompt: Prompt, row: Mapping[str, Any]) -> Prompt:
-    """A `data.transform`: the answer as privileged text, for OPSD."""
-    prompt.metadata["hint"] = row["answer"]
-    return prompt
 
 
 def write(folder: Path, seed: int) -> None:
