@@ -127,7 +127,7 @@ def teacher_prompt(question: str, demonstration: str = "", feedback: str = "") -
 
 
 def make_rows(split: str, n: int, seed: int = 0) -> list[dict[str, str]]:
-    """`train`, `eval`: questions under the hidden rule. `sft`: the warm start. No question of `eval` is in the others."""
+    """`train`, `eval`: questions under the hidden rule. `sft`: the warm start. No eval question is in the others."""
     if split == "sft":
         rng = random.Random(f"sft-{seed}")
         return [sft_row(rng) for _ in range(n)]
