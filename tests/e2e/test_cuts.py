@@ -23,10 +23,7 @@ LAUNCHES = {
 def launch(tiny, out, algorithm, ranks, more):
     arguments = ["-m", "rlpost", *command(tiny, out, algorithm, *more)]
     env = {"PYTHONPATH": f"{Path(__file__).parents[2] / 'src'}:{HERE}"}
-    if ranks == 1:
-        run = run_python(arguments, env=env)
-    else:
-        run = run_ranks(arguments, ranks, env=env)
+    run = run_python(arguments, env=env) if ranks == 1 else run_ranks(arguments, ranks, env=env)
     assert run.returncode == 0, run.stdout + run.stderr
     rows = [row for row in read_metrics(out / "run") if "train/loss" in row]
     responses = []

@@ -59,9 +59,9 @@ def test_the_export_scores_as_the_trainer_does(tiny, tmp_path):
     run = rlpost(*command(tiny, tmp_path, "sdpo"))
     assert run.returncode == 0, run.stderr
     code = (
-        "import json; from rlpost import Trainer; t = Trainer.resume(%r)\n"
+        f"import json; from rlpost import Trainer; t = Trainer.resume({str(tmp_path / 'run')!r})\n"
         "print(json.dumps(t.score(['decline : lamp river'], ['lampae riverum'])))"
-    ) % str(tmp_path / "run")
+    )
     scored = run_python(["-c", code], env=ENV)
     assert scored.returncode == 0, scored.stderr
     ours = torch.tensor(json.loads(scored.stdout.splitlines()[-1])[0])
