@@ -299,9 +299,7 @@ def test_layouts_that_do_not_fit_do_the_arithmetic():
     with pytest.raises(ValueError, match=r"parallel\.virtual_pipeline=2 needs parallel\.pipeline > 1"):
         check_layout(ParallelConfig(virtual_pipeline=2), 2)
     assert check_layout(ParallelConfig(tensor=2, pipeline=2, context=2, sequence=True, expert=2), 16) == 2
-    with pytest.raises(
-        ValueError, match="ranks 4 = tensor 1 × .* data 4 are no multiple of 3 = expert 3"
-    ):
+    with pytest.raises(ValueError, match="ranks 4 = tensor 1 × .* data 4 are no multiple of 3 = expert 3"):
         check_layout(ParallelConfig(expert=3), 4)
     with pytest.raises(ValueError, match=r"parallel\.sequence=true needs parallel\.tensor > 1"):
         check_layout(ParallelConfig(sequence=True), 2)

@@ -133,7 +133,9 @@ def transformer_config(
         pipeline_model_parallel_size=parallel.pipeline,
         context_parallel_size=parallel.context,
         virtual_pipeline_model_parallel_size=virtual_stages(parallel),
-        variable_seq_lengths=parallel.pipeline > 1,  # stages tell each other the length of every micro-batch
+        # Stages tell each other the length of every micro-batch, but not with virtual stages: Megatron's exchange of
+        # lengths then mixes up two messages of one peer, or waits for ever where there are few micro-batches.
+        variable_seq_lengths=parallel.pipeline > 1 and virtual_stages(parallel) is None,
         moe_token_dispatcher_type="alltoall",  # the one that takes varying lengths
         **_expert_options(hf, parallel),
         **_recompute_options(recompute, experts=getattr(hf, "num_local_experts", None) is not None),

@@ -25,7 +25,6 @@ from rlpost.policy.cpu import megatron_device
 from rlpost.policy.hf_io import SafetensorsReader
 from rlpost.policy.logits import Head
 from rlpost.policy.optimizer import GetTensor, MasterShards, learning_rate
-from rlpost.policy.pipeline import schedule_options
 from rlpost.policy.pool import MetricPool
 from rlpost.policy.protocol import StateKind
 from rlpost.policy.tokens import LocalTokens, local_tokens
@@ -158,11 +157,14 @@ class MegatronPolicy:
             raise ValueError("a step needs at least one micro-batch on every rank; a filler will do")
         fillers = [_filler()] * (-len(micros) % self.micro_batch_multiple)
         multiple = self.mesh.tp.size if self._sequence_parallel else 1
+        longest = 0
+        if len(self._chunks) > 1:
+            longest = max(len(local_tokens(micro, self.mesh.cp, multiple).input_ids_T) for micro in micros)
         context_group = self.mesh.cp.group if self.mesh.cp.size > 1 else None
 
         def forward_step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             micro = next(iterator)
-            tokens = local_tokens(micro, self.mesh.cp, multiple).to(self.device)
+            tokens = local_tokens(micro, self.mesh.cp, multiple, longest).to(self.device)
 
             def collect(hidden: Tensor, non_loss_data: bool = False) -> Any:
                 return reduce(hidden, tokens, micro.to(self.device))
@@ -175,11 +177,10 @@ class MegatronPolicy:
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self._chunks,
             num_microbatches=len(micros) + len(fillers),
-            seq_length=1,  # stages tell each other the true ones
+            seq_length=longest * self.mesh.cp.size,  # read with virtual stages alone; others tell each other
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
-            **schedule_options(self._chunks[0].config),
         )
         return results[: len(micros)]
 

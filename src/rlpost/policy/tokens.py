@@ -55,16 +55,17 @@ def take_rows(micro: MicroBatch, rows_R: Tensor) -> MicroBatch:
     return replace(micro, fields=fields, **cut)
 
 
-def local_tokens(micro: MicroBatch, cp: Axis, multiple: int = 1) -> LocalTokens:
-    """What one rank runs of `micro`, on the CPU. Its number of tokens is a multiple of `multiple`, by a sequence of
-    its own that nothing is predicted from: sequence parallelism cuts the tokens evenly."""
+def local_tokens(micro: MicroBatch, cp: Axis, multiple: int = 1, at_least: int = 0) -> LocalTokens:
+    """What one rank runs of `micro`, on the CPU. Its number of tokens is a multiple of `multiple`, and not below
+    `at_least` (such a multiple itself), by a sequence of its own that nothing is predicted from: sequence parallelism
+    cuts the tokens evenly, and virtual pipeline stages want micro-batches of one length."""
     starts = micro.cu_seqlens.tolist()
     if cp.size == 1:
-        return _prompts_once(replace(micro, fields={}, teacher_head=None).to("cpu"), starts, multiple)
+        return _prompts_once(replace(micro, fields={}, teacher_head=None).to("cpu"), starts, multiple, at_least)
     lengths = [end - start for start, end in itertools.pairwise(starts)]
     chunks = 2 * cp.size
     padded = [-(-length // chunks) * chunks for length in lengths]
-    if extra := -sum(padded) % math.lcm(chunks, cp.size * multiple):
+    if extra := max(-sum(padded) % math.lcm(chunks, cp.size * multiple), cp.size * at_least - sum(padded)):
         padded.append(extra)
     ends = [0, *itertools.accumulate(padded)]
     # A pad token continues the positions of its sequence; causality keeps it out of everything before it.
@@ -95,7 +96,7 @@ def local_tokens(micro: MicroBatch, cp: Axis, multiple: int = 1) -> LocalTokens:
     )
 
 
-def _prompts_once(micro: MicroBatch, starts: list[int], multiple: int) -> LocalTokens:
+def _prompts_once(micro: MicroBatch, starts: list[int], multiple: int, at_least: int) -> LocalTokens:
     """Sequences whose tokens agree up to the first that is predicted (samples of one group) run these once.
 
     What follows is a piece of its own: its keys are the prompt's and its own. Activations and gradients are those of
@@ -127,7 +128,7 @@ def _prompts_once(micro: MicroBatch, starts: list[int], multiple: int) -> LocalT
         if end > start + prompt:
             run(start + prompt, end, torch.arange(first, last))
     input_ids, position_ids = (x[torch.cat(places)] for x in (micro.input_ids_T, micro.position_ids_T))
-    if extra := -at % multiple:
+    if extra := max(-at % multiple, at_least - at):
         input_ids = torch.cat([input_ids, input_ids.new_zeros(extra)])
         position_ids = torch.cat([position_ids, torch.arange(extra)])
         pieces.append((extra, torch.arange(at, at + extra)))
