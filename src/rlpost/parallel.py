@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -43,6 +44,12 @@ def init_distributed(timeout_s: float = 1800.0) -> None:
         # A store in memory needs no free port, so that many single processes can start at once.
         where = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo", timeout=timedelta(seconds=timeout_s), **where)
+    atexit.register(_leave)  # NCCL warns of groups that were left standing
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def rank() -> int:
