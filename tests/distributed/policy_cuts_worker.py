@@ -32,7 +32,8 @@ from rlpost.policy.megatron import MegatronPolicy
 from rlpost.types import LossOutput, MicroBatch
 
 DENSE, EXPERTS = ("llama-tied", "qwen2", "qwen3"), ("qwen3-moe",)
-KINDS = DENSE + EXPERTS
+DEEP = ("qwen3-deep",)
+KINDS = DENSE + EXPERTS + DEEP
 # Very unequal shares of two or four ranks: a few tokens, many, and only one-token responses.
 SHARES = [[(3, 4), (1, 1)], [(5, 60), (12, 33), (2, 30)], [(9, 4), (6, 6), (4, 11)], [(3, 1), (8, 1)]]
 
@@ -48,7 +49,9 @@ def parallel(layout: str) -> dict:
 
 
 def kinds_of(layout: str) -> tuple[str, ...]:
-    """Layouts with `ep` cut a model that has experts."""
+    """Layouts with `ep` cut a model that has experts, those with eight chunks one of eight layers."""
+    if layout == "pp4-vpp2":
+        return DEEP
     return EXPERTS if "ep" in re.findall("[a-z]+", layout) else DENSE
 
 

@@ -14,7 +14,7 @@ from rlpost.config.schema import OptimConfig
 WORKER = Path(__file__).parent / "policy_cuts_worker.py"
 LAYOUTS = {
     2: ["dp2", "tp2", "tp2-sp", "pp2", "pp2-vpp2", "cp2", "ep1-dp2", "ep2", "tp2-sp-ep2", "cp2-ep2"],
-    4: ["tp2-sp-dp2", "pp4", "pp2-dp2", "tp2-sp-pp2", "cp4", "tp2-sp-cp2", "pp2-ep2"],
+    4: ["tp2-sp-dp2", "pp4", "pp4-vpp2", "pp2-dp2", "tp2-sp-pp2", "cp4", "tp2-sp-cp2", "pp2-ep2"],
 }
 CASES = [layout for layouts in LAYOUTS.values() for layout in layouts]
 

@@ -31,7 +31,7 @@ def megatron_names(kind: str, fused: bool = False) -> list[str]:
         layer = [name for name in layer if name not in dense] + ["mlp.router.weight", *experts]
     if fused:
         layer = [FUSED_NORMS.get(name, name) for name in layer]
-    names = [f"decoder.layers.{i}.{name}" for i in range(4) for name in layer]
+    names = [f"decoder.layers.{i}.{name}" for i in range(CONFIGS[kind]().num_hidden_layers) for name in layer]
     return ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight", *names]
 
 
@@ -105,3 +105,19 @@ def test_unknown_parameters_and_impossible_cuts_are_named():
         hf_map.rule("decoder.layers.0.mlp.gate.weight")
     with pytest.raises(ValueError, match=r"gate_proj\.weight: dimension 0 is 96, not a multiple of parallel\.tensor=5"):
         hf_map.from_hf("decoder.layers.0.mlp.linear_fc1.weight", tensors.__getitem__, 0, 5)
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_query_groups_are_padded_with_zeros_and_come_back_bit_exactly(tp_size):
+    hf_map = HFMap(query_groups=3, heads_per_group=2, vocab_size=10, tied=True)
+    head, hidden = 4, 8
+    attention = "model.layers.0.self_attn."
+    tensors = {f"{attention}{p}_proj.weight": torch.randn(n * head, hidden) for p, n in (("q", 6), ("k", 3), ("v", 3))}
+    tensors[f"{attention}o_proj.weight"] = torch.randn(hidden, 6 * head)
+    for name in ("linear_qkv", "linear_proj"):
+        name = f"decoder.layers.0.self_attention.{name}.weight"
+        shards = [hf_map.from_hf(name, tensors.__getitem__, rank, tp_size) for rank in range(tp_size)]
+        assert len({shard.shape for shard in shards}) == 1
+        assert not shards[-1].flatten(1)[-head:, -head:].any()
+        for part, whole in hf_map.to_hf(name, shards):
+            assert torch.equal(whole, tensors[part]), part

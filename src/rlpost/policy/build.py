@@ -29,7 +29,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rlpost.parallel import expert_tensor, virtual_stages
 from rlpost.policy.attention import PackedAttention, PackedSequences
-from rlpost.policy.hf_map import MIXTRAL_NAMES, HFMap, padded_vocabulary
+from rlpost.policy.hf_map import MIXTRAL_NAMES, HFMap, padded_groups, padded_vocabulary
 from rlpost.policy.layers import RMSNorm, SwiGLU
 
 if TYPE_CHECKING:
@@ -83,9 +83,10 @@ def make_map(hf: PreTrainedConfig) -> HFMap:
 
 
 def _check_cuts(hf: PreTrainedConfig, parallel: ParallelConfig) -> None:
-    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if getattr(hf, key) % parallel.tensor:
-            raise ValueError(f"parallel.tensor={parallel.tensor} does not divide the model's {key}={getattr(hf, key)}")
+    if hf.intermediate_size % parallel.tensor:
+        raise ValueError(
+            f"parallel.tensor={parallel.tensor} does not divide the model's intermediate_size={hf.intermediate_size}"
+        )
     experts = getattr(hf, "num_local_experts", None)
     if experts is None and parallel.expert > 1:
         raise ValueError(f"parallel.expert={parallel.expert}: the model ({hf.model_type}) has no experts")
@@ -109,12 +110,13 @@ def transformer_config(
     """Megatron's configuration of the model. Fusions that need CUDA are on only there."""
     _check_cuts(hf, parallel)
     on_cuda = torch.cuda.is_available()
+    groups = padded_groups(hf.num_key_value_heads, parallel.tensor)
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
         ffn_hidden_size=hf.intermediate_size,
-        num_attention_heads=hf.num_attention_heads,
-        num_query_groups=hf.num_key_value_heads,
+        num_attention_heads=groups * (hf.num_attention_heads // hf.num_key_value_heads),
+        num_query_groups=groups,
         kv_channels=head_dim(hf),
         activation_func=F.silu,
         gated_linear_unit=True,

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Join = Literal["same", "stack", "qkv", "vocabulary"]
+Join = Literal["same", "stack", "qkv", "heads", "vocabulary"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ RULES: tuple[Rule, ...] = (
     Rule(_ATTENTION + "linear_qkv.bias", tuple(f"{_HF_ATTENTION}{p}.bias" for p in _QKV), 0, "qkv"),
     Rule(_ATTENTION + "q_layernorm.weight", (_HF_ATTENTION + "q_norm.weight",)),
     Rule(_ATTENTION + "k_layernorm.weight", (_HF_ATTENTION + "k_norm.weight",)),
-    Rule(_ATTENTION + "linear_proj.weight", (_HF_ATTENTION + "o_proj.weight",), 1),
+    Rule(_ATTENTION + "linear_proj.weight", (_HF_ATTENTION + "o_proj.weight",), 1, "heads"),
     Rule(
         _LAYER + "mlp.linear_fc1.weight",
         (_HF_LAYER + "mlp.gate_proj.weight", _HF_LAYER + "mlp.up_proj.weight"),
@@ -91,12 +91,21 @@ def padded_vocabulary(vocab_size: int, tp_size: int) -> int:
     return -(-vocab_size // tp_size) * tp_size
 
 
+def padded_groups(query_groups: int, tp_size: int) -> int:
+    """Key/value heads with their query heads: a multiple of the tensor-parallel size.
+
+    Those that are added are zero in every weight, so they give nothing and their gradient is exactly zero: SmolLM2's
+    three key/value heads run on two ranks.
+    """
+    return -(-query_groups // tp_size) * tp_size
+
+
 @dataclass(frozen=True)
 class HFMap:
     """The table for one model.
 
     Args:
-        query_groups: key/value heads of the whole model, a multiple of the tensor-parallel size.
+        query_groups: key/value heads of the whole model; Megatron's has more where they are padded.
         heads_per_group: query heads that share one key/value head.
         vocab_size: rows of the Hugging Face embedding; Megatron's has more where it is padded.
         tied: the head is the embedding, and is not a tensor of its own on disk.
@@ -140,10 +149,12 @@ class HFMap:
         parts = [get(part) for part in names]
         if rule.join == "vocabulary":
             return _vocabulary_rows(parts[0], self.vocab_size, tp_rank, tp_size)
-        if rule.cut is not None:
+        if rule.join in ("qkv", "heads"):
+            parts = [self._groups_of(part, rule.cut, tp_rank, tp_size) for part in parts]
+        elif rule.cut is not None:
             parts = [_slice(part, rule.cut, tp_rank, tp_size, of) for part, of in zip(parts, names)]
         if rule.join == "qkv":
-            return _interleave(parts, self.query_groups // tp_size)
+            return _interleave(parts, padded_groups(self.query_groups, tp_size) // tp_size)
         return torch.cat(parts) if rule.join == "stack" else parts[0]
 
     def to_hf(self, name: str, shards: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
@@ -161,7 +172,7 @@ class HFMap:
             whole = shards[0] if len(shards) == 1 else torch.cat(list(shards))
             return [(names[0], whole[: self.vocab_size])]
         if rule.join == "qkv":
-            groups = self.query_groups // len(shards)
+            groups = padded_groups(self.query_groups, len(shards)) // len(shards)
             pieces = [_deinterleave(shard, groups, self.heads_per_group) for shard in shards]
         elif rule.join == "stack":
             pieces = [shard.chunk(len(names)) for shard in shards]
@@ -169,7 +180,22 @@ class HFMap:
             pieces = [(shard,) for shard in shards]
         if len(shards) == 1:
             return list(zip(names, pieces[0]))
-        return [(part, torch.cat([piece[n] for piece in pieces], dim=rule.cut)) for n, part in enumerate(names)]
+        whole = [torch.cat([piece[n] for piece in pieces], dim=rule.cut) for n in range(len(names))]
+        if rule.join in ("qkv", "heads"):
+            padded = padded_groups(self.query_groups, len(shards))
+            whole = [w.narrow(rule.cut, 0, w.shape[rule.cut] // padded * self.query_groups) for w in whole]
+        return list(zip(names, whole))
+
+    def _groups_of(self, part: Tensor, dim: int, tp_rank: int, tp_size: int) -> Tensor:
+        """A rank's query groups of q, k, v or o, with zeros in the place of those that are added."""
+        size, groups = part.shape[dim] // self.query_groups, padded_groups(self.query_groups, tp_size) // tp_size
+        first, last = (min(rank * groups, self.query_groups) for rank in (tp_rank, tp_rank + 1))
+        mine = part.narrow(dim, first * size, (last - first) * size)
+        if last - first == groups:
+            return mine
+        shape = list(mine.shape)
+        shape[dim] = (groups - (last - first)) * size
+        return torch.cat([mine, mine.new_zeros(shape)], dim=dim)
 
 
 def _slice(part: Tensor, dim: int, tp_rank: int, tp_size: int, name: str) -> Tensor:
