@@ -182,12 +182,9 @@ def _parallel_mistakes(config: Config) -> Iterator[str]:
         yield f"parallel.expert={p.expert} does not divide the model's {experts} experts"
     if experts and p.tensor > 1 and not p.sequence:
         yield f"parallel.tensor={p.tensor} needs parallel.sequence=true where the model has experts"
-    heads = _model_config(config).get("num_attention_heads")
-    if heads and heads % p.tensor:
-        yield f"parallel.tensor={p.tensor} does not divide the model's {heads} attention heads"
-    groups = _model_config(config).get("num_key_value_heads")
-    if groups and heads % p.tensor == 0 and groups % p.tensor:
-        yield f"parallel.tensor={p.tensor} does not divide the model's {groups} key/value heads"
+    width = _model_config(config).get("intermediate_size")
+    if width and width % p.tensor:
+        yield f"parallel.tensor={p.tensor} does not divide the model's intermediate_size={width}"
 
 
 def _file_mistakes(config: Config, objects: Mapping[str, Any]) -> Iterator[str]:
