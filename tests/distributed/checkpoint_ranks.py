@@ -1,4 +1,4 @@
-"""What the ranks of test_checkpoint.py do: `save` trains, saves, fails, resumes; `load` reads under another layout."""
+"""What the ranks of test_checkpoint_layouts.py do: `save` trains, saves, fails, resumes; `load` reads under another layout."""
 
 import errno
 import json
