@@ -26,16 +26,12 @@ def test_two_ranks_save_resume_and_fail_alike(saved):
 
 
 def test_a_full_disk_on_one_rank_is_the_same_error_on_all(saved):
-    reports = [line for line in saved[1].stdout.splitlines() if "No space left" in line]
-    assert len(reports) == 2
-    assert reports[0].split(": ", 1)[1] == reports[1].split(": ", 1)[1]
-    assert "step_000003: rank 1: [Errno 28] No space left on device" in reports[0]
+    # Counted in the text: lines of two ranks may run into each other.
+    assert saved[1].stdout.count("step_000003: rank 1: [Errno 28] No space left on device") == 2
 
 
 def test_a_damaged_file_is_refused_by_all_ranks(saved):
-    reports = [line for line in saved[1].stdout.splitlines() if "another checksum" in line]
-    assert len(reports) == 2
-    assert all("master-00000.safetensors has another checksum" in report for report in reports)
+    assert saved[1].stdout.count("master-00000.safetensors has another checksum") == 2
 
 
 @pytest.mark.parametrize(("ranks", "tensor"), [(1, 1), (2, 2)])
