@@ -38,6 +38,11 @@ def run_ranks(
     return _run([sys.executable, *launcher, *arguments], timeout, cwd, env)
 
 
+def say(text: str) -> None:
+    """A line of a rank in one write. `print` writes its line feed apart, so that lines of two ranks would mix."""
+    os.write(1, (text + "\n").encode())
+
+
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""What the ranks of test_checkpoint_layouts.py do: `save` trains, saves, fails, resumes; `load` reads under another layout."""
+"""What the ranks of test_checkpoint_layouts.py do: `save` trains, saves, fails and resumes; `load` reads elsewhere."""
 
 import errno
 import json
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from launch import say
 from tiny_policy import cross_entropy, micro_batch
 
 from rlpost.config.schema import ModelConfig, OptimConfig, ParallelConfig
@@ -88,7 +89,7 @@ def disk_full_on_one_rank(store: CheckpointStore, run: Run) -> None:
     try:
         store.save(3, run.kinds(), {})
     except CheckpointError as error:
-        print(f"rank {rank()}: {error}", flush=True)
+        say(f"rank {rank()}: {error}")
     shards._File._write = write
     assert store.load().step == 2 and store.steps() == [2]
     assert not (store.directory / "step_000003.tmp").exists()
@@ -104,7 +105,7 @@ def truncated_file(store: CheckpointStore) -> None:
     try:
         store.load()
     except CheckpointError as error:
-        print(f"rank {rank()}: {error}", flush=True)
+        say(f"rank {rank()}: {error}")
     dist.barrier()
     if rank() == 0:
         file.write_bytes(whole)
@@ -127,7 +128,7 @@ def lone_failure_inside_a_swap(run: Run) -> None:
     with run.snapshots.swap(TEACHER):  # a retry
         pass
     assert run.snapshots.hash("student") == before
-    print(f"rank {rank()} done", flush=True)
+    say(f"rank {rank()} done")
 
 
 def load(model: Path, directory: Path, tensor: int) -> None:
@@ -135,7 +136,7 @@ def load(model: Path, directory: Path, tensor: int) -> None:
     run.restore(CheckpointStore(directory / "checkpoints").load())
     assert run.digests() == json.loads((directory / "saved.json").read_text())
     run.step(2)
-    print(f"rank {rank()} of {world_size()} done", flush=True)
+    say(f"rank {rank()} of {world_size()} done")
 
 
 if __name__ == "__main__":

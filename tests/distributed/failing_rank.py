@@ -4,6 +4,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from launch import say
 
 from rlpost.config.schema import PhaseConfig
 from rlpost.phases import Agreement, PhaseError, PhaseMachine
@@ -24,9 +25,9 @@ def main(where: str) -> None:
     try:
         machine.run(0, 3, None)
     except PhaseError as error:
-        print(f"rank {rank} raised: {error}", flush=True)
+        say(f"rank {rank} raised: {error}")
         sys.exit(1)
-    print(f"rank {rank} went on", flush=True)
+    say(f"rank {rank} went on")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from launch import say
 
 from rlpost.policy.logits import Head, HiddenTargets
 
@@ -60,7 +61,7 @@ def main():
     for rows_per_rank in (31, 32, 64):
         compare(rows_per_rank, torch.float64, {"rtol": 1e-10, "atol": 1e-10})
         compare(rows_per_rank, torch.float32, {"rtol": 1e-4, "atol": 1e-5})
-    print(f"rank {dist.get_rank()} agrees")
+    say(f"rank {dist.get_rank()} agrees")
     dist.destroy_process_group()
 
 

@@ -5,6 +5,7 @@ import sys
 import torch
 import torch.distributed as dist
 from engine_models import hf_tensors, save_engine_model
+from launch import say
 
 from rlpost.rollout.engine import EngineNotReady, Request, SamplingParams
 from rlpost.rollout.engines.torch import TorchEngine
@@ -59,7 +60,7 @@ def main(directory: str) -> None:
             publisher.publish()
             raise AssertionError("published")
         except PublishError as error:
-            print(f"rank {rank} raised: {error}", flush=True)
+            say(f"rank {rank} raised: {error}")
         assert publisher.version == 1
         try:
             engine.generate([request])
@@ -69,7 +70,7 @@ def main(directory: str) -> None:
     publisher.publish()
     again = engine.generate([request])[0]
     assert (again.version, again.ids) == (2, first.ids)
-    print(f"rank {rank} recovered at version {publisher.version}", flush=True)
+    say(f"rank {rank} recovered at version {publisher.version}")
     dist.destroy_process_group()
 
 
