@@ -6,7 +6,7 @@ V vocabulary, K top-k.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -100,3 +100,11 @@ class LossOutput:
 
 
 LossFn = Callable[["Head", MicroBatch], LossOutput]
+
+
+def groups(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """By group_id, never by position; each in the order of sample index."""
+    found: dict[int, list[Sample]] = {}
+    for sample in samples:
+        found.setdefault(sample.group_id, []).append(sample)
+    return [sorted(group, key=lambda sample: sample.index) for group in found.values()]

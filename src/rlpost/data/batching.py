@@ -11,7 +11,7 @@ import torch
 
 from rlpost.data.packing import Use, assign, micro_batch_count, pack, run_tokens, unpack
 from rlpost.losses.reduce import token_weights
-from rlpost.types import MicroBatch, Sample
+from rlpost.types import MicroBatch, Sample, groups
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,13 +47,10 @@ class Batcher:
 
     def updates(self, samples: Sequence[Sample]) -> list[Update]:
         """Cut everybody's samples into optimizer steps by whole groups, and give each token its weight mask / D."""
-        groups: dict[int, list[Sample]] = {}
-        for sample in samples:
-            groups.setdefault(sample.group_id, []).append(sample)
-        if not groups:
+        whole = groups(samples)
+        if not whole:
             return []
-        count = min(self.updates_per_rollout, len(groups))
-        whole = list(groups.values())
+        count = min(self.updates_per_rollout, len(whole))
         cuts = [round(i * len(whole) / count) for i in range(count + 1)]
         return [self._update([s for group in whole[a:b] for s in group]) for a, b in pairwise(cuts)]
 
@@ -72,11 +69,8 @@ class Batcher:
     def _parts(self, samples: list[Sample]) -> list[list[Sample]]:
         """Each data-parallel rank's samples: whole groups, which run their prompt once, or one by one, which balances
         better; whichever leaves the busiest rank less to run."""
-        groups: dict[int, list[Sample]] = {}
-        for sample in samples:
-            groups.setdefault(sample.group_id, []).append(sample)
         candidates = []
-        for units in (list(groups.values()), [[sample] for sample in samples]):
+        for units in (groups(samples), [[sample] for sample in samples]):
             parts = assign([run_tokens(unit) for unit in units], self.dp_size)
             candidates.append([[sample for i in part for sample in units[i]] for part in parts])
         return min(candidates, key=lambda parts: max(map(run_tokens, parts)))

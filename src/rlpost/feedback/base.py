@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlpost.data.templates import render
 from rlpost.rewards import RewardResult
-from rlpost.types import Message, Sample
+from rlpost.types import Message, Sample, groups
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -97,14 +97,6 @@ class EnvironmentFeedback:
         if self.tokenizer is None:
             raise RuntimeError(f"{type(self).__name__}.bind(tokenizer) comes before teacher_prompts")
         return self.tokenizer
-
-
-def groups(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """By group_id, never by position; each in the order of sample index."""
-    found: dict[int, list[Sample]] = {}
-    for sample in samples:
-        found.setdefault(sample.group_id, []).append(sample)
-    return [sorted(group, key=lambda sample: sample.index) for group in found.values()]
 
 
 def last_user(messages: Sequence[Message]) -> int:
