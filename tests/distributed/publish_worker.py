@@ -1,5 +1,6 @@
 """Two ranks publish; rank 1's engine fails once, in the middle, while the policy's gathers go on."""
 
+import os
 import sys
 
 import torch
@@ -42,9 +43,9 @@ class Failing(TorchEngine):
 
 
 def main(directory: str) -> None:
+    rank = int(os.environ["RANK"])
+    model = save_engine_model(f"{directory}/{rank}")  # before the group exists: inside one, only rank 0 would write
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    model = save_engine_model(f"{directory}/{rank}")
     engine = Failing(f"{directory}/{rank}", dtype=torch.float32)
     engine.start()
     publisher = Publisher(GatheringPolicy(model), engine, bucket_bytes=2000, verify="first", retries=0)
