@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rlpost.imports import import_object
 from rlpost.parallel import all_gather_objects
-from rlpost.types import Sample
+from rlpost.types import Sample, groups
 
 if TYPE_CHECKING:
     from rlpost.assemble import Rooms
@@ -53,10 +53,7 @@ def sample_until_full(rooms: Rooms, step: int) -> tuple[list[Sample], dict[str, 
         drawn += config.prompts_per_step
         for name, count in rooms.judge.score(samples).items():
             metrics[name] = metrics.get(name, 0.0) + count
-        groups: dict[int, list[Sample]] = {}
-        for sample in samples:
-            groups.setdefault(sample.group_id, []).append(sample)
-        kept |= {number: group for number, group in groups.items() if rooms.group_filter(group)}
+        kept |= {group[0].group_id: group for group in groups(samples) if rooms.group_filter(group)}
         passed = sorted({number for part in all_gather_objects(sorted(kept)) for number in part})
     chosen = set(passed[: config.prompts_per_step])
     metrics |= {"rollout/rounds": drawn / config.prompts_per_step, "rollout/dropped_groups": float(drawn - len(chosen))}
