@@ -245,11 +245,18 @@ class PackedGPT(GPTModel):
     """Megatron's GPT over packed sequences; gives the hidden states after the final norm, not logits.
 
     Of a pipeline it is one chunk of the layers: the one of this rank, or one of several (`chunk` counts them).
-    Rotary angles are Transformers' own (all of its rope types), computed once per micro-batch.
+    Rotary angles are Transformers' own (all of its rope types), computed once per micro-batch. value_head: one number
+    for each position (`value_head`, fp32) in the place of the vocabulary.
     """
 
     def __init__(
-        self, hf: PreTrainedConfig, config: TransformerConfig, chunk: int | None = None, *, fused: bool = False
+        self,
+        hf: PreTrainedConfig,
+        config: TransformerConfig,
+        chunk: int | None = None,
+        *,
+        fused: bool = False,
+        value_head: bool = False,
     ) -> None:
         layer, final_norm = _fused_layer(config) if fused else _local_layer(config)
         layers = get_num_layers_to_build(config, vp_stage=chunk)
@@ -258,13 +265,16 @@ class PackedGPT(GPTModel):
             transformer_layer_spec=TransformerBlockSubmodules([layer] * layers, layer_norm=final_norm),
             vocab_size=padded_vocabulary(hf.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=hf.max_position_embeddings,
-            share_embeddings_and_output_weights=hf.tie_word_embeddings,
+            share_embeddings_and_output_weights=hf.tie_word_embeddings and not value_head,
             position_embedding_type="none",
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
             vp_stage=chunk,
         )
         self.rope = LlamaRotaryEmbedding(hf)
+        if value_head and self.post_process:
+            del self.output_layer
+            self.value_head = torch.nn.Linear(hf.hidden_size, 1, dtype=torch.float32)
 
     def forward_packed(self, tokens: LocalTokens, context_group: ProcessGroup | None = None) -> Tensor:
         """Hidden states [T, 1, H]; with sequence parallelism this rank's part [T / TP, 1, H]."""
@@ -304,9 +314,15 @@ class PackedGPT(GPTModel):
 
 
 def build_model(
-    hf: PreTrainedConfig, model: ModelConfig, parallel: ParallelConfig, recompute: str = "none"
+    hf: PreTrainedConfig,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    recompute: str = "none",
+    *,
+    trainable: bool = True,
 ) -> list[DistributedDataParallel]:
-    """This rank's chunks of the model, each in Megatron's data-parallel wrapper. Their weights are not read yet."""
+    """This rank's chunks of the model, each in Megatron's data-parallel wrapper, which has gradient buffers where they
+    are trainable. Their weights are not read yet."""
     if model.dtype not in DTYPES:
         raise ValueError(f"model.dtype={model.dtype!r}: allowed are {', '.join(DTYPES)}")
     config = transformer_config(hf, DTYPES[model.dtype], parallel, recompute)
@@ -316,7 +332,8 @@ def build_model(
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
     chunks = []
     for chunk in range(virtual_stages(parallel) or 1):
-        module = PackedGPT(hf, config, chunk if virtual_stages(parallel) else None, fused=fused)
+        module = PackedGPT(hf, config, chunk if virtual_stages(parallel) else None, fused=fused, value_head=value_head)
+        module.requires_grad_(trainable)
         for name, parameter in module.global_parameters():
             # Without its own initialisation Megatron forgets to mark weights as cut, and the gradient norm would then
             # count them on the first tensor-parallel rank only.

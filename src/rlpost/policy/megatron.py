@@ -28,12 +28,158 @@ from rlpost.policy.optimizer import GetTensor, MasterShards, learning_rate
 from rlpost.policy.pool import MetricPool
 from rlpost.policy.protocol import StateKind
 from rlpost.policy.tokens import LocalTokens, local_tokens
+from rlpost.policy.value_head import ValueHead, with_initial_head
 from rlpost.types import LossFn, MicroBatch
 
-ScoreFn = Callable[[Head, MicroBatch], dict[str, Tensor]]
+ScoreFn = Callable[[Any, MicroBatch], dict[str, Tensor]]  # of a Head, or of a critic's ValueHead
 
 
-class MegatronPolicy:
+class MegatronModel:
+    """A Hugging Face model on all ranks of the job, as far as scoring needs it. Its weights are not read yet.
+
+    trainable: with gradient buffers beside the weights. seed: of Megatron's random states, None to leave them alone.
+    Otherwise as `MegatronPolicy`, and it raises the same.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        *,
+        temperature: float = 1.0,
+        trainable: bool = False,
+        recompute: str = "none",
+        seed: int | None = None,
+        value_head: bool = False,
+    ) -> None:
+        if temperature <= 0:
+            raise ValueError(f"temperature={temperature}: training needs one above 0")
+        self.config, self.temperature = model, temperature
+        self.hf_config = read_config(model.path)
+        self.mesh = ranks.Mesh.build(parallel)
+        self.device, self.has_value_head = ranks.device(), value_head
+        self._map = make_map(self.hf_config)
+        self._sequence_parallel = parallel.sequence
+        with megatron_device():
+            if seed is not None:
+                random_state = torch.get_rng_state()
+                model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+                torch.set_rng_state(random_state)
+            chunks = build_model(
+                self.hf_config, model, parallel, recompute, trainable=trainable, value_head=value_head
+            )
+            self._chunks = [chunk.to(self.device) for chunk in chunks]
+
+    def _run(self, micros: Sequence[MicroBatch], reduce: Callable[..., Any], forward_only: bool) -> list[Any]:
+        """Megatron's schedule over the micro-batches; `reduce(hidden, tokens, micro)` is the last stage's work on each.
+
+        The results of the last stage's ranks; of the others none.
+        """
+        if not micros:
+            raise ValueError("a step needs at least one micro-batch on every rank; a filler will do")
+        fillers = [_filler()] * (-len(micros) % self.micro_batch_multiple)
+        multiple = self.mesh.tp.size if self._sequence_parallel else 1
+        longest = 0
+        if len(self._chunks) > 1:
+            longest = max(len(local_tokens(micro, self.mesh.cp, multiple).input_ids_T) for micro in micros)
+        context_group = self.mesh.cp.group if self.mesh.cp.size > 1 else None
+
+        def forward_step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+            micro = next(iterator)
+            tokens = local_tokens(micro, self.mesh.cp, multiple, longest).to(self.device)
+
+            def collect(hidden: Tensor, non_loss_data: bool = False) -> Any:
+                return reduce(hidden, tokens, micro.to(self.device))
+
+            return model.module.forward_packed(tokens, context_group), collect
+
+        iterators = [iter([*micros, *fillers]) for _ in self._chunks]
+        results = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self._chunks,
+            num_microbatches=len(micros) + len(fillers),
+            seq_length=longest * self.mesh.cp.size,  # read with virtual stages alone; others tell each other
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+        return results[: len(micros)]
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """The schedule fills up to a multiple of this number of micro-batches: with virtual stages, the stages."""
+        return self.mesh.pp.size if len(self._chunks) > 1 else 1
+
+    def _head(self, hidden: Tensor, tokens: LocalTokens) -> Head | ValueHead:
+        """The head over the positions that predict a response token. Prompt tokens cost no logits.
+
+        Each tensor-parallel rank has the logits of its own vocabulary rows, so its gradient with respect to the
+        hidden states is a part of the sum: Megatron's two regions add the parts up in the backward. A value head is
+        whole on every rank, and so is its gradient.
+        """
+        vocabulary_cut = not self.has_value_head
+        if self._sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=vocabulary_cut, group=self.mesh.tp.group
+            )
+        if self.mesh.cp.size > 1:
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=True, group=self.mesh.cp.group
+            )
+        rows_NH = hidden.squeeze(1).index_select(0, tokens.predict_R)
+        if self.has_value_head:
+            return ValueHead(rows_NH, self._chunks[-1].module.value_head)
+        if not self._sequence_parallel:
+            rows_NH = copy_to_tensor_model_parallel_region(rows_NH, group=self.mesh.tp.group)
+        return Head(
+            rows_NH,
+            self.head_weight(),
+            temperature=self.temperature,
+            vocab_size=self._map.vocab_size,
+            tp_group=self.mesh.tp.group if self.mesh.tp.size > 1 else None,
+            chunk_tokens=self.config.head_chunk_tokens,
+        )
+
+    @torch.no_grad()
+    def score(self, micros: Sequence[MicroBatch], fn: ScoreFn) -> list[dict[str, Tensor]]:
+        """Forward only; see `Policy.score`. Collective."""
+        with megatron_device():
+            for chunk in self._chunks:
+                chunk.eval()
+            results = self._run(micros, partial(self._score_one, fn), forward_only=True)
+        pp = self.mesh.pp
+        if pp.size == 1:
+            return results
+        return ranks.broadcast_tensors(results, pp.global_rank(pp.size - 1), pp.group, self.device)
+
+    def _score_one(self, fn: ScoreFn, hidden: Tensor, tokens: LocalTokens, micro: MicroBatch) -> dict[str, Tensor]:
+        """fn's results [N, …], on every context rank all of them."""
+        if len(micro.target_N) == 0:  # a filler
+            return {}
+        if tokens.rows_R is None:
+            return fn(self._head(hidden, tokens), micro)
+        own = len(tokens.rows_R)
+        if own == 0:  # a row of another rank tells the names and shapes
+            tokens = replace(tokens, rows_R=torch.zeros(1, dtype=torch.int64, device=self.device))
+        whole = {}
+        for name, value in fn(self._head(hidden, tokens), tokens.losses_of(micro)).items():
+            whole[name] = value.new_zeros(len(micro.target_N), *value.shape[1:])
+            whole[name][tokens.rows_R[:own]] = value[:own]
+            dist.all_reduce(whole[name], group=self.mesh.cp.group)
+        return whole
+
+    def head_weight(self) -> Tensor | None:
+        """The live output head [padded V / TP, H]; the embedding where they are tied. None but on the last stage."""
+        return self._chunks[-1].module.head_weight()
+
+    def weight_bytes(self) -> int:
+        """Of this rank's weights in the dtype that they run in."""
+        parameters = sum(p.numel() for chunk in self._chunks for p in chunk.module.parameters())
+        return parameters * DTYPES[self.config.dtype].itemsize
+
+
+class MegatronPolicy(MegatronModel):
     """A Hugging Face model trained by Megatron-core on all ranks of the job. Every method that says so is collective.
 
     Args:
@@ -43,7 +189,9 @@ class MegatronPolicy:
         temperature: logits are divided by it before the softmax, in training and scoring.
         total_steps: calls of `train_step` in the run, for schedules that fall towards an end.
         recompute: activations that the backward computes again: none, selective (attention and MLP), full.
-        seed: of Megatron's random states. Nothing is drawn from them as long as there is no dropout.
+        seed: of Megatron's random states (nothing is drawn from them as long as there is no dropout), and of a new
+            value head.
+        value_head: a critic, which gives one number for each position (`policy/critic.py`) and has no vocabulary.
 
     Raises ValueError for a model or a layout that is not supported, FileNotFoundError without weights.
     """
@@ -58,36 +206,36 @@ class MegatronPolicy:
         total_steps: int | None = None,
         seed: int = 0,
         recompute: str = "none",
+        value_head: bool = False,
     ) -> None:
-        if temperature <= 0:
-            raise ValueError(f"temperature={temperature}: training needs one above 0")
         learning_rate(optim, optim.warmup_steps, total_steps)  # a wrong schedule fails here, not at the first step
-        self.config, self.optim, self.temperature, self.total_steps = model, optim, temperature, total_steps
-        self.hf_config = read_config(model.path)
-        self.mesh = ranks.Mesh.build(parallel)
-        self.device = ranks.device()
-        self._map = make_map(self.hf_config)
+        super().__init__(
+            model,
+            parallel,
+            temperature=temperature,
+            trainable=True,
+            recompute=recompute,
+            seed=seed,
+            value_head=value_head,
+        )
+        self.optim, self.total_steps = optim, total_steps
         self._calls = 0  # of train_step, for the schedule
         self._updates = 0  # those that moved the weights, for Adam's bias correction
         with megatron_device():
-            random_state = torch.get_rng_state()
-            model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-            torch.set_rng_state(random_state)
-            self._chunks = [chunk.to(self.device) for chunk in build_model(self.hf_config, model, parallel, recompute)]
             self._optimizer = build_optimizer(self._chunks, optim)
             self._shards = MasterShards(self._chunks, self._optimizer, self._map, self.mesh)
-        self._sequence_parallel = parallel.sequence
-        self._load_weights(SafetensorsReader(model.path))
+        self._load_weights(SafetensorsReader(model.path), seed)
 
-    def _load_weights(self, reader: SafetensorsReader) -> None:
+    def _load_weights(self, reader: SafetensorsReader, seed: int) -> None:
         """Through the masters, so that each data-parallel rank reads only the range that it owns."""
         expected = {part for name in self._shards.names() for part in self._map.rule(name)[1]}
-        if self._map.tied:
+        if self._map.tied or self.has_value_head:
             expected.add("lm_head.weight")  # some tied checkpoints hold the embedding a second time
         unknown = sorted(set(reader.names()) - expected)
         if unknown:
             raise ValueError(f"{reader.root}: tensors that this model has no place for: {', '.join(unknown[:5])}")
-        self.load_optimizer_tensors("master", reader.get)
+        get = with_initial_head(reader, self.hf_config.hidden_size, seed) if self.has_value_head else reader.get
+        self.load_optimizer_tensors("master", get)
 
     # Training
 
@@ -148,106 +296,7 @@ class MegatronPolicy:
         pooled = pool.reduced(self.mesh.shard.group) if self.mesh.last_stage else {}
         return ranks.broadcast_object(pooled, pp.global_rank(pp.size - 1), pp.group)
 
-    def _run(self, micros: Sequence[MicroBatch], reduce: Callable[..., Any], forward_only: bool) -> list[Any]:
-        """Megatron's schedule over the micro-batches; `reduce(hidden, tokens, micro)` is the last stage's work on each.
-
-        The results of the last stage's ranks; of the others none.
-        """
-        if not micros:
-            raise ValueError("a step needs at least one micro-batch on every rank; a filler will do")
-        fillers = [_filler()] * (-len(micros) % self.micro_batch_multiple)
-        multiple = self.mesh.tp.size if self._sequence_parallel else 1
-        longest = 0
-        if len(self._chunks) > 1:
-            longest = max(len(local_tokens(micro, self.mesh.cp, multiple).input_ids_T) for micro in micros)
-        context_group = self.mesh.cp.group if self.mesh.cp.size > 1 else None
-
-        def forward_step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
-            micro = next(iterator)
-            tokens = local_tokens(micro, self.mesh.cp, multiple, longest).to(self.device)
-
-            def collect(hidden: Tensor, non_loss_data: bool = False) -> Any:
-                return reduce(hidden, tokens, micro.to(self.device))
-
-            return model.module.forward_packed(tokens, context_group), collect
-
-        iterators = [iter([*micros, *fillers]) for _ in self._chunks]
-        results = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iterators if len(iterators) > 1 else iterators[0],
-            model=self._chunks,
-            num_microbatches=len(micros) + len(fillers),
-            seq_length=longest * self.mesh.cp.size,  # read with virtual stages alone; others tell each other
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
-        return results[: len(micros)]
-
-    @property
-    def micro_batch_multiple(self) -> int:
-        """The schedule fills up to a multiple of this number of micro-batches: with virtual stages, the stages."""
-        return self.mesh.pp.size if len(self._chunks) > 1 else 1
-
-    def _head(self, hidden: Tensor, tokens: LocalTokens) -> Head:
-        """The head over the positions that predict a response token. Prompt tokens cost no logits.
-
-        Each tensor-parallel rank has the logits of its own vocabulary rows, so its gradient with respect to the
-        hidden states is a part of the sum: Megatron's two regions add the parts up in the backward.
-        """
-        if self._sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(
-                hidden, tensor_parallel_output_grad=True, group=self.mesh.tp.group
-            )
-        if self.mesh.cp.size > 1:
-            hidden = gather_from_sequence_parallel_region(
-                hidden, tensor_parallel_output_grad=True, group=self.mesh.cp.group
-            )
-        rows_NH = hidden.squeeze(1).index_select(0, tokens.predict_R)
-        if not self._sequence_parallel:
-            rows_NH = copy_to_tensor_model_parallel_region(rows_NH, group=self.mesh.tp.group)
-        return Head(
-            rows_NH,
-            self.head_weight(),
-            temperature=self.temperature,
-            vocab_size=self._map.vocab_size,
-            tp_group=self.mesh.tp.group if self.mesh.tp.size > 1 else None,
-            chunk_tokens=self.config.head_chunk_tokens,
-        )
-
-    @torch.no_grad()
-    def score(self, micros: Sequence[MicroBatch], fn: ScoreFn) -> list[dict[str, Tensor]]:
-        """Forward only; see `Policy.score`. Collective."""
-        with megatron_device():
-            for chunk in self._chunks:
-                chunk.eval()
-            results = self._run(micros, partial(self._score_one, fn), forward_only=True)
-        pp = self.mesh.pp
-        if pp.size == 1:
-            return results
-        return ranks.broadcast_tensors(results, pp.global_rank(pp.size - 1), pp.group, self.device)
-
-    def _score_one(self, fn: ScoreFn, hidden: Tensor, tokens: LocalTokens, micro: MicroBatch) -> dict[str, Tensor]:
-        """fn's results [N, …], on every context rank all of them."""
-        if len(micro.target_N) == 0:  # a filler
-            return {}
-        if tokens.rows_R is None:
-            return fn(self._head(hidden, tokens), micro)
-        own = len(tokens.rows_R)
-        if own == 0:  # a row of another rank tells the names and shapes
-            tokens = replace(tokens, rows_R=torch.zeros(1, dtype=torch.int64, device=self.device))
-        whole = {}
-        for name, value in fn(self._head(hidden, tokens), tokens.losses_of(micro)).items():
-            whole[name] = value.new_zeros(len(micro.target_N), *value.shape[1:])
-            whole[name][tokens.rows_R[:own]] = value[:own]
-            dist.all_reduce(whole[name], group=self.mesh.cp.group)
-        return whole
-
     # Weights
-
-    def head_weight(self) -> Tensor | None:
-        """The live output head [padded V / TP, H]; the embedding where they are tied. None but on the last stage."""
-        return self._chunks[-1].module.head_weight()
 
     @torch.no_grad()
     def hf_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -280,12 +329,12 @@ class MegatronPolicy:
 
     def resident_bytes(self) -> dict[str, int]:
         """Bytes of this rank's weights, gradient buffers, and optimizer state (masters apart from weights, moments)."""
-        weights = sum(p.numel() for chunk in self._chunks for p in chunk.module.parameters())
+        weights = self.weight_bytes()
         shard = sum(master.numel() for master in self.masters().values())
         low_precision = DTYPES[self.config.dtype] is not torch.float32
         return {
-            "policy.weights": weights * DTYPES[self.config.dtype].itemsize,
-            "policy.gradients": weights * 4,
+            "policy.weights": weights,
+            "policy.gradients": weights // DTYPES[self.config.dtype].itemsize * 4,
             "policy.optimizer": shard * (12 if low_precision else 8),
         }
 
