@@ -24,6 +24,7 @@ PATHS = {
     "rloo": "rlpost.algorithms.variants.RLOO",
     "reinforce": "rlpost.algorithms.variants.Reinforce",
     "reinforce_pp": "rlpost.algorithms.reinforce_pp.ReinforcePP",
+    "ppo": "rlpost.algorithms.ppo.PPO",
     "sdpo": "rlpost.algorithms.sdpo.SDPO",
     "opd": "rlpost.algorithms.opd.OPD",
     "blend": "rlpost.algorithms.blend.Blend",

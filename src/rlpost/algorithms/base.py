@@ -35,9 +35,10 @@ class Algorithm:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Of {"rollout", "reward", "teacher", "reference_logprobs", "old_logprobs", "old_logprobs_always"}, what this
-        configuration uses. "old_logprobs" are scored only where a rollout batch gets more than one optimizer step;
-        in `finish` they are there with "old_logprobs_always" alone."""
+        """Of {"rollout", "reward", "teacher", "reference_logprobs", "old_logprobs", "old_logprobs_always", "values"},
+        what this configuration uses. "old_logprobs" are scored only where a rollout batch gets more than one optimizer
+        step; in `finish` they are there with "old_logprobs_always" alone. "values" asks for a critic, which learns by
+        `value_loss`; its values are there in `finish`."""
         return frozenset()
 
     @property
@@ -73,6 +74,10 @@ class Algorithm:
         return any(any(mask) for mask in self.loss_masks(samples))
 
     def loss(self, head: Head, micro: MicroBatch) -> LossOutput:
+        raise NotImplementedError
+
+    def value_loss(self, values_N: Tensor, micro: MicroBatch) -> LossOutput:
+        """The critic's loss on its values of the states before each response token; only with "values" in `needs`."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from rlpost.algorithms.grpo import GRPO
-from rlpost.losses.advantage import discounted_returns, group_advantages, last_live, whiten
+from rlpost.losses.advantage import discounted_returns, group_advantages, token_rewards, whiten
 from rlpost.losses.kl import kl
 
 if TYPE_CHECKING:
@@ -67,16 +67,15 @@ class ReinforcePP(GRPO):
     def finish(self, samples: Sequence[Sample], total: Callable[[Tensor], Tensor]) -> dict[str, float]:
         values, masks = [], [sample.tokens["loss_mask"] for sample in samples]
         for sample, mask_R in zip(samples, masks):
-            earned_R = torch.zeros(len(mask_R))
+            kl_R = None
             if self.kl_coef:
-                old_R, reference_R = sample.tokens["old_logprobs"], sample.tokens["reference_logprobs"]
-                earned_R = -self.kl_coef * kl(old_R, reference_R, self.kl_estimator).masked_fill(mask_R <= 0, 0.0)
+                kl_R = kl(sample.tokens["old_logprobs"], sample.tokens["reference_logprobs"], self.kl_estimator)
+            reward = 0.0 if self.advantage == BASELINE else sample.reward
+            earned_R = token_rewards(reward, mask_R, kl_R, self.kl_coef)
             if self.advantage == BASELINE:
                 values.append(sample.tokens["advantages"] + earned_R)
-                continue
-            if (last := last_live(mask_R)) is not None:
-                earned_R[last] += sample.reward
-            values.append(discounted_returns(earned_R, mask_R, self.gamma))
+            else:
+                values.append(discounted_returns(earned_R, mask_R, self.gamma))
         for sample, white_R in zip(samples, whiten(values, masks, total)):
             sample.tokens["advantages"] = white_R
         return {}

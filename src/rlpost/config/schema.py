@@ -102,6 +102,15 @@ class OptimConfig:
 
 
 @dataclass
+class CriticConfig(OptimConfig):
+    """Of an algorithm with a critic (ppo): its weights to begin with, and its optimizer, as in `optim`."""
+
+    lr: float = 1e-5
+    path: str | None = None  # a Hugging Face directory, with or without a value head (`score`); null: model.path
+    alone_steps: int = 0  # the first steps, in which the critic learns and the policy stays as it is
+
+
+@dataclass
 class ParallelConfig:
     tensor: int = 1
     pipeline: int = 1
@@ -160,6 +169,7 @@ class Config:
     reward: Any = None
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     phases: list[PhaseConfig] = field(default_factory=list)
     publish: PublishConfig = field(default_factory=PublishConfig)

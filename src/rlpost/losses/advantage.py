@@ -76,6 +76,29 @@ def discounted_returns(rewards_R: Tensor, mask_R: Tensor, gamma: float = 1.0) ->
     return returns_R
 
 
+def token_rewards(reward: float, mask_R: Tensor, kl_R: Tensor | None = None, kl_coef: float = 0.0) -> Tensor:
+    """What each token earns [R]: −kl_coef·kl where it is live, and the reward on the last live one."""
+    earned_R = torch.zeros(len(mask_R))
+    if kl_R is not None:
+        earned_R -= kl_coef * kl_R.masked_fill(mask_R <= 0, 0.0)
+    if (last := last_live(mask_R)) is not None:
+        earned_R[last] += reward
+    return earned_R
+
+
+def gae(rewards_R: Tensor, values_R: Tensor, mask_R: Tensor, gamma: float = 1.0, lam: float = 0.95) -> Tensor:
+    """Generalised advantage estimates A_t = δ_t + γλ·A_next with δ_t = r_t + γ·V_next − V_t [R]
+    (https://arxiv.org/abs/1506.02438). `next` is the next live token: those with mask 0 are skipped, not steps of their
+    own, and have advantage 0. Nothing follows the last one."""
+    advantages_R = torch.zeros_like(values_R)
+    rewards, values = rewards_R.tolist(), values_R.tolist()
+    advantage = following = 0.0
+    for t in reversed(mask_R.nonzero().flatten().tolist()):
+        advantage = rewards[t] + gamma * following - values[t] + gamma * lam * advantage
+        advantages_R[t], following = advantage, values[t]
+    return advantages_R
+
+
 def whiten(
     values: Sequence[Tensor], masks: Sequence[Tensor], total: Callable[[Tensor], Tensor] = lambda x: x
 ) -> list[Tensor]:

@@ -274,7 +274,8 @@ class PackedGPT(GPTModel):
         self.rope = LlamaRotaryEmbedding(hf)
         if value_head and self.post_process:
             del self.output_layer
-            self.value_head = torch.nn.Linear(hf.hidden_size, 1, dtype=torch.float32)
+            # Its numbers are read or made with all others; torch's own would advance this stage's random state alone.
+            self.value_head = torch.nn.utils.skip_init(torch.nn.Linear, hf.hidden_size, 1, dtype=torch.float32)
 
     def forward_packed(self, tokens: LocalTokens, context_group: ProcessGroup | None = None) -> Tensor:
         """Hidden states [T, 1, H]; with sequence parallelism this rank's part [T / TP, 1, H]."""
@@ -320,6 +321,7 @@ def build_model(
     recompute: str = "none",
     *,
     trainable: bool = True,
+    value_head: bool = False,
 ) -> list[DistributedDataParallel]:
     """This rank's chunks of the model, each in Megatron's data-parallel wrapper, which has gradient buffers where they
     are trainable. Their weights are not read yet."""

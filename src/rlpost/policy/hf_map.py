@@ -38,6 +38,9 @@ _INPUT_NORM, _MLP_NORM = _HF_LAYER + "input_layernorm.weight", _HF_LAYER + "post
 RULES: tuple[Rule, ...] = (
     Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), 0, "vocabulary"),
     Rule("output_layer.weight", ("lm_head.weight",), 0, "vocabulary"),
+    # A critic's, under the names of Transformers' classifiers of tokens and sequences.
+    Rule("value_head.weight", ("score.weight",)),
+    Rule("value_head.bias", ("score.bias",)),
     Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
     Rule(_LAYER + "input_layernorm.weight", (_INPUT_NORM,)),
     Rule(_LAYER + "pre_mlp_layernorm.weight", (_MLP_NORM,)),

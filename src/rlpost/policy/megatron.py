@@ -65,9 +65,7 @@ class MegatronModel:
                 random_state = torch.get_rng_state()
                 model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
                 torch.set_rng_state(random_state)
-            chunks = build_model(
-                self.hf_config, model, parallel, recompute, trainable=trainable, value_head=value_head
-            )
+            chunks = build_model(self.hf_config, model, parallel, recompute, trainable=trainable, value_head=value_head)
             self._chunks = [chunk.to(self.device) for chunk in chunks]
 
     def _run(self, micros: Sequence[MicroBatch], reduce: Callable[..., Any], forward_only: bool) -> list[Any]:
