@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlpost.config.compose import ConfigError, differences, load_saved_config
+from rlpost.config.compose import ConfigError, config_values, differences, load_saved_config
 from rlpost.config.schema import Config
-from rlpost.weights.checkpoint import Checkpoint, CheckpointStore
+from rlpost.weights.checkpoint import CheckpointStore, versions
+from rlpost.weights.checkpoint_reader import Checkpoint
 from rlpost.weights.export import save_pretrained
 from rlpost.weights.rank_state import rng_state, set_rng_state
 
@@ -22,8 +24,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOMENTS = ("master", "exp_avg", "exp_avg_sq")
-# A run that goes on may change its length, its logging, its layout; not what it is.
-FIXED = ("model.path", "algorithm", "data.train", "run.seed", "rollout.prompts_per_step", "rollout.samples_per_prompt")
+# A run that goes on may change its length, its logging, its layout, its hyperparameters; not what it is.
+FIXED = (
+    "model.path",
+    "data.train",
+    "algorithm.name",
+    "algorithm._target_",
+    "run.seed",
+    "rollout.prompts_per_step",
+    "rollout.samples_per_prompt",
+)
+# Not worth a word: where the run is, and how it was found.
+UNTOLD = ("run.dir", "run.name", "trainer.resume")
 
 
 def run_directory(config: Config) -> Path:
@@ -57,20 +69,43 @@ def find_checkpoint(config: Config) -> Checkpoint | None:
             raise ConfigError([f"trainer.resume={source} holds no checkpoint"])
         return None
     checkpoint = store.load(wanted)
-    saved = load_saved_config(store.directory.parent / "config.yaml")
-    changed = differences(saved, config)
-    refused = [f"{key} was {old!r} and is now {new!r}" for key, (old, new) in changed.items() if key in FIXED]
-    if refused:
-        raise ConfigError(
-            [f"{store.directory.parent} holds another run: {'; '.join(refused)}. Choose another run.name to start anew"]
-        )
-    for key, (old, new) in changed.items():
-        log.warning("resumed with %s=%r (was %r)", key, new, old)
+    _compare(checkpoint, config)
     return checkpoint
 
 
-def save_checkpoint(rooms: Rooms, step: int) -> Path:
-    """Collective. The kinds are whole fp32 tensors under Hugging Face names: any layout of ranks can load them."""
+def _compare(checkpoint: Checkpoint, config: Config) -> None:
+    """Say what differs from the run that wrote the checkpoint; ConfigError where it is another run."""
+    if checkpoint.config is None:
+        raise ConfigError([f"{checkpoint.path} holds no configuration: no run of rlpost wrote it"])
+    changed = differences(checkpoint.config, config_values(config))
+    refused = [
+        f"{key} was {old!r} and is now {new!r}"
+        for key, (old, new) in changed.items()
+        if key in FIXED and not _moved(old, new)
+    ]
+    if refused:
+        raise ConfigError(
+            [f"{checkpoint.path} holds another run: {'; '.join(refused)}. Choose another run.name to start anew"]
+        )
+    for key, (old, new) in changed.items():
+        if key not in UNTOLD:
+            log.warning("resumed with %s=%r (was %r)", key, new, old)
+    installed = versions()
+    for package in sorted(checkpoint.versions.keys() | installed.keys()):
+        old, new = (found.get(package, "not installed") for found in (checkpoint.versions, installed))
+        if old != new:
+            log.warning("resumed with %s %s (was %s)", package, new, old)
+
+
+def _moved(old: Any, new: Any) -> bool:
+    """A path that is gone has moved: what lies there now is compared by its content (tensors, data fingerprint)."""
+    return isinstance(old, str) and os.path.isabs(old) and not os.path.exists(old) and os.path.exists(str(new))
+
+
+def save_checkpoint(rooms: Rooms, step: int, *, background: bool = False) -> Path:
+    """Collective. The kinds are whole fp32 tensors under Hugging Face names: any layout of ranks can load them.
+
+    background: see `CheckpointStore.save`."""
     policy, snapshots = rooms.policy, rooms.snapshots
     tensors = {kind: partial(policy.optimizer_tensors, kind) for kind in MOMENTS}
     for tag in snapshots.tags():
@@ -84,7 +119,8 @@ def save_checkpoint(rooms: Rooms, step: int) -> Path:
         "optimizer": policy.optimizer_scalars(),
         "version": rooms.publisher.version,
     }
-    return rooms.checkpoints.save(step, tensors, state, rng_state())
+    config = config_values(rooms.config)
+    return rooms.checkpoints.save(step, tensors, state, rng_state(), config=config, background=background)
 
 
 def restore_checkpoint(rooms: Rooms, checkpoint: Checkpoint | None) -> int:

@@ -134,7 +134,7 @@ class Trainer:
                 if self._due(self.config.trainer.eval_every) and self.step_number < last:
                     self.evaluate()
                 if self._due(self.config.trainer.save_every) and self.step_number < last:
-                    self.save()
+                    self._save(background=self.config.trainer.async_save)
             self.save()
             if self._stopping:
                 self.rooms.observer.say(f"stopped after step {self.step_number}; run the same command to go on")
@@ -159,6 +159,8 @@ class Trainer:
                 self.rooms.data.load_state(position)
                 self._stopping = True
                 return {}
+            with self._guard("save"):
+                self.rooms.checkpoints.poll()
             self._stopping |= stop
         self.step_number += 1
         self.last_metrics = self.rooms.observer.step_done(
@@ -200,8 +202,11 @@ class Trainer:
         from rlpost.persist import save_checkpoint
 
         with self._guard("save"):
-            return save_checkpoint(self.rooms, self.step_number)
+            return save_checkpoint(self.rooms, self.step_number, background=background)
 
+        return self._save(background=False)
+
+    def _save(self, *, background: bool) -> Path:
     def save_pretrained(self, directory: str | Path | None = None) -> Path:
         """Write a Hugging Face directory (default: `export/` of the run)."""
         from rlpost.persist import export

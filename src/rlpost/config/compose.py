@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,11 @@ def dump_config(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
+def config_values(config: Config) -> dict[str, Any]:
+    """The resolved configuration as plain values; `to_config` is the way back."""
+    return OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
+
+
 def load_saved_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """The resolved configuration that a run wrote, with overrides on top."""
     if not path.is_file():
@@ -100,17 +105,17 @@ def load_saved_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError([_explain(error, overrides)]) from error
 
 
-def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
-    """Dotted fields whose values differ: {field: (old, new)}."""
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Dotted fields of two configurations' `config_values` that differ: {field: (old, new)}."""
     found = {}
-    for key in field_names():
-        values = []
-        for node in (old, new):
-            for part in key.split("."):
-                node = getattr(node, part)
-            values.append(node)
-        if values[0] != values[1]:
-            found[key] = (values[0], values[1])
+    for key in dict.fromkeys([*old, *new]):
+        values = old.get(key), new.get(key)
+        if values[0] == values[1]:
+            continue
+        if isinstance(values[0], Mapping) and isinstance(values[1], Mapping):
+            found |= differences(*values, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = values
     return found
 
 

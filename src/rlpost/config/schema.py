@@ -26,6 +26,7 @@ class TrainerConfig:
     eval_at_start: bool = True
     save_every: int = 0  # 0: only at the end
     keep: int = 2  # checkpoints
+    async_save: bool = False  # save_every copies to host memory and goes on; a thread of each rank writes meanwhile
     resume: str = "auto"  # auto | never | a checkpoint or run directory
     plots: bool = True
 

@@ -6,8 +6,8 @@
                             rank_00000.json     what each rank keeps for itself (with its tensors beside it)
                             master-00000.safetensors …
 
-A checkpoint is written under `step_000010.tmp`, made durable, agreed on by all ranks and renamed, before `latest`
-points to it and older ones go: a kill at any moment leaves one that loads.
+A checkpoint is written under `step_000010.tmp`, made durable, and renamed when it is complete on every rank, before
+`latest` points to it and older ones go: a kill at any moment leaves one that loads.
 """
 
 from __future__ import annotations
@@ -16,39 +16,51 @@ import json
 import os
 import platform
 import shutil
-import sys
+import threading
+import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+import torch.distributed as dist
 from torch import Tensor
 
 import rlpost
 from rlpost.parallel import all_gather_objects, rank, world_size
-from rlpost.weights.rank_state import read_rank_state, write_rank_state
-from rlpost.weights.shards import Shard, file_crc, replace_text, sync_directory, write_durably, write_shards
+from rlpost.weights.checkpoint_reader import FORMAT, Checkpoint, CheckpointError
+from rlpost.weights.rank_state import encode_rank_state
+from rlpost.weights.shards import (
+    Shard,
+    ShardWriter,
+    assign_shards,
+    bytes_crc,
+    replace_text,
+    sync_directory,
+    write_durably,
+)
 
-FORMAT = 1
 PACKAGES = ("torch", "megatron-core", "transformers", "safetensors", "sglang")
+WRITE_LIMIT = timedelta(hours=1)  # for all ranks' files; a rank that takes longer counts as failed
 Tensors = Callable[[], Iterator[tuple[str, Tensor]]]
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or must not be loaded; the same on every rank."""
+Held = deque[tuple[Shard, Tensor]]
 
 
 class CheckpointStore:
     """The checkpoints of one run. keep: how many stay. shard_bytes: data per file.
 
-    Every rank builds one and calls `save` and `load` together.
+    Every rank builds one and calls its methods together.
     """
 
     def __init__(self, directory: str | Path, keep: int = 2, *, shard_bytes: int = 2**30):
         if keep < 1:
             raise ValueError(f"keep={keep} is not allowed; at least one checkpoint must stay (keep ≥ 1)")
         self.directory, self.keep, self.shard_bytes = Path(directory), keep, shard_bytes
+        self._in_flight: _BackgroundWrite | None = None
 
     def steps(self) -> list[int]:
         """The steps of the complete checkpoints, in order."""
@@ -72,6 +84,7 @@ class CheckpointStore:
         rank_state: Mapping[str, Any] | None = None,
         *,
         config: Mapping[str, Any] | None = None,
+        background: bool = False,
     ) -> Path:
         """Write the checkpoint of this step. Collective.
 
@@ -79,49 +92,68 @@ class CheckpointStore:
         (name, whole tensor): every rank reads it to its end, and rank r writes each world-th file. state: JSON values,
         rank 0's. rank_state: JSON values, tuples and tensors, of each rank. Raises CheckpointError on all ranks, naming
         the rank, where one cannot write; the former checkpoint is untouched then.
+
+        background: return once everything is copied to host memory (each rank its files) and let a thread write it;
+        `poll` or `finish` raises what goes wrong then. One write is in flight at most: a save waits for the former.
         """
+        self.finish()
+        draft = self._begin(step, state, rank_state or {}, config)
+        held: Held = deque()
+        writer = ShardWriter(draft.beside)
+        planned = 0
+        for kind, iterate in tensors.items():
+            shards = draft.shards[kind] = []
+            for shard, tensor in assign_shards(kind, iterate(), self.shard_bytes):
+                if not shards or shards[-1] is not shard:
+                    shards.append(shard)
+                if (planned + len(shards) - 1) % world_size() != rank():
+                    continue
+                if background:
+                    held.append((shard, tensor.detach().to("cpu", copy=True)))
+                else:
+                    writer.put(shard, tensor)
+            planned += len(shards)
+        self._in_flight = _BackgroundWrite(self, draft, writer, held)
+        if background:
+            self._in_flight.start()
+        else:
+            self._in_flight.run()
+            self.finish()
+        return draft.final
+
+    def poll(self) -> None:
+        """Learn whether a save in the background has ended. Collective, and free where none is in flight. Raises its
+        CheckpointError on all ranks."""
+        if self._in_flight is not None and all(all_gather_objects(self._in_flight.ended.is_set())):
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for a save in the background. Collective. Raises its CheckpointError on all ranks."""
+        write, self._in_flight = self._in_flight, None
+        if write is not None:
+            write.ended.wait()
+            _agree(write.error, f"checkpoint {write.draft.final}")
+
+    def _begin(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        rank_state: Mapping[str, Any],
+        config: Mapping[str, Any] | None,
+    ) -> _Draft:
         final = self.directory / f"step_{step:06d}"
         beside = final.with_name(final.name + ".tmp")
-        try:
-            _on_rank_0(self._prepare, beside, failure=f"checkpoint {final}")
-            shards, files, error = self._write(beside, tensors, rank_state or {})
-            parts = _agree(error, f"checkpoint {final}", value=files)
-            manifest = {
-                "format": FORMAT,
-                "step": step,
-                "world": world_size(),
-                "versions": versions(),
-                "config": config,
-                "tensors": {kind: _index(part) for kind, part in shards.items()},
-                "files": {name: entry for part in parts for name, entry in part.items()},
-            }
-            _on_rank_0(self._commit, beside, final, manifest, state, failure=f"checkpoint {final}")
-        except CheckpointError:
-            if rank() == 0:
-                shutil.rmtree(beside, ignore_errors=True)  # the next save sweeps up what cannot go now
-            raise
-        return final
-
-    def _write(
-        self, beside: Path, tensors: Mapping[str, Tensors], rank_state: Mapping[str, Any]
-    ) -> tuple[dict[str, list[Shard]], dict[str, list[int]], Exception | None]:
-        """This rank's files: what is in all shards, {file: [size, checksum]} of its own, and why it could not."""
-        shards: dict[str, list[Shard]] = {}
+        draft = _Draft(step, final, beside, config)
         error: Exception | None = None
-        me, world, planned = rank(), world_size(), 0
-        for kind, iterate in tensors.items():
-            mine = range((me - planned) % world, sys.maxsize, world) if error is None else ()
-            shards[kind], failure = write_shards(
-                beside, kind, iterate(), shard_bytes=self.shard_bytes, writes=mine.__contains__
-            )
-            planned += len(shards[kind])
-            error = error or failure
-        files = {s.name: [s.file_bytes, s.crc] for part in shards.values() for s in part if s.crc is not None}
         try:
-            files |= write_rank_state(beside, me, rank_state)
-        except (OSError, TypeError) as failure:
-            error = error or failure
-        return shards, files, error
+            draft.small = encode_rank_state(rank(), rank_state)
+            if rank() == 0:
+                draft.small["state.json"] = json.dumps(dict(state)).encode()
+                self._prepare(beside)
+        except (OSError, TypeError, ValueError) as failure:
+            error = failure
+        draft.token = _agree(error, f"checkpoint {final}", value=uuid.uuid4().hex)[0]
+        return draft
 
     def load(self, step: int | str = "latest", *, verify: bool = True) -> Checkpoint:
         """The checkpoint of this step. Collective.
@@ -155,10 +187,10 @@ class CheckpointStore:
                 os.rename(replaced, replaced.with_suffix(""))
         beside.mkdir()
 
-    def _commit(self, beside: Path, final: Path, manifest: dict, state: Mapping[str, Any]) -> None:
-        write_durably(beside / "state.json", json.dumps(dict(state)).encode())
-        manifest["files"]["state.json"] = [(beside / "state.json").stat().st_size, file_crc(beside / "state.json")]
-        write_durably(beside / "manifest.json", json.dumps(manifest).encode())
+    def commit(self, draft: _Draft, files: Mapping[str, Sequence[int]]) -> None:
+        """Rank 0, when every rank's files are on disk: manifest, rename, pointer; then older ones go."""
+        beside, final = draft.beside, draft.final
+        write_durably(beside / "manifest.json", json.dumps(draft.manifest(files)).encode())
         sync_directory(beside)
         if final.is_dir():  # a directory cannot be replaced by a rename; `load` and `_prepare` know `.old`
             os.rename(final, final.with_name(final.name + ".old"))
@@ -168,104 +200,101 @@ class CheckpointStore:
         if (old := final.with_name(final.name + ".old")).is_dir():
             _remove(old)
         # Later steps belong to a future that was given up by resuming from an earlier checkpoint.
-        former = [step for step in self.steps() if step < manifest["step"]]
-        kept = {manifest["step"], *former[max(0, len(former) + 1 - self.keep) :]}
+        former = [step for step in self.steps() if step < draft.step]
+        kept = {draft.step, *former[max(0, len(former) + 1 - self.keep) :]}
         for step in self.steps():
             if step not in kept:
                 _remove(self.directory / f"step_{step:06d}")
 
 
-class Checkpoint:
-    """A loaded checkpoint: its numbers, and its tensors memory-mapped (a tensor is read when it is looked at).
+@dataclass
+class _Draft:
+    """A checkpoint before it is complete."""
 
-    Attributes: path, step, world (ranks that wrote it), versions, config, state, rank_state (this rank's; with more
-    ranks than wrote it, that of rank r modulo world), kinds.
+    step: int
+    final: Path
+    beside: Path
+    config: Mapping[str, Any] | None
+    small: dict[str, bytes] = field(default_factory=dict)  # this rank's small files
+    shards: dict[str, list[Shard]] = field(default_factory=dict)  # by kind, all ranks'
+    token: str = ""  # of this save, the same on every rank
+
+    def manifest(self, files: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "step": self.step,
+            "world": world_size(),
+            "versions": versions(),
+            "config": self.config,
+            "tensors": {kind: _index(part) for kind, part in self.shards.items()},
+            "files": files,
+        }
+
+
+class _BackgroundWrite:
+    """From tensors in host memory to a complete checkpoint, without a collective: the trainer has its own meanwhile.
+
+    Each rank writes its files and tells rank 0 through the job's key-value store; rank 0 commits when all have.
     """
 
-    def __init__(self, path: Path, *, verify: bool = True):
-        self.path = path
-        manifest = self._read_json("manifest.json")
-        if manifest.get("format") != FORMAT:
-            raise CheckpointError(f"format {manifest.get('format')!r} in manifest.json; this rlpost reads {FORMAT}")
-        self.step: int = manifest["step"]
-        self.world: int = manifest["world"]
-        self.versions: dict[str, str] = manifest["versions"]
-        self.config: dict[str, Any] | None = manifest["config"]
-        self._tensors: dict[str, dict[str, dict]] = manifest["tensors"]
-        self._check_files(manifest["files"], verify)
-        self.state: dict[str, Any] = self._read_json("state.json")
-        self.rank_state = read_rank_state(path, rank() % self.world)
+    def __init__(self, store: CheckpointStore, draft: _Draft, writer: ShardWriter, held: Held):
+        self.store, self.draft, self._writer, self._held = store, draft, writer, held
+        self.error: Exception | None = None  # this rank's
+        self.ended = threading.Event()
 
-    @property
-    def kinds(self) -> list[str]:
-        return list(self._tensors)
+    def start(self) -> None:
+        # No daemon: where the run ends by an error meanwhile, the process stays until the checkpoint is complete.
+        threading.Thread(target=self.run, name="rlpost-checkpoint").start()
 
-    def tensors(self, kind: str, expected: Mapping[str, Sequence[int]] | None = None) -> Mapping[str, Tensor]:
-        """The whole tensors of a kind by name, memory-mapped.
-
-        expected: name -> shape of the model at hand; CheckpointError lists what differs from it.
-        """
-        if kind not in self._tensors:
-            raise CheckpointError(f"checkpoint {self.path} holds no {kind!r}; it holds: {', '.join(self._tensors)}")
-        entries = self._tensors[kind]
-        if expected is not None:
-            differences = _differences({name: entry["shape"] for name, entry in entries.items()}, expected)
-            if differences:
-                raise CheckpointError(f"checkpoint {self.path} is of another model ({kind}): " + "; ".join(differences))
-        return _LazyTensors(self.path, entries)
-
-    def _check_files(self, files: Mapping[str, Sequence[int]], verify: bool) -> None:
-        me, world = rank(), world_size()
-        wrong = []
-        for i, (name, (size, crc)) in enumerate(sorted(files.items())):
-            file = self.path / name
-            if not file.is_file():
-                wrong.append(f"{name} is missing")
-            elif file.stat().st_size != size:
-                wrong.append(f"{name} has {file.stat().st_size} bytes instead of {size}")
-            elif verify and i % world == me and file_crc(file) != crc:
-                wrong.append(f"{name} has another checksum than when it was written")
-        if wrong:
-            raise CheckpointError("; ".join(wrong))
-
-    def _read_json(self, name: str) -> dict:
+    def run(self) -> None:
         try:
-            return json.loads((self.path / name).read_text())
-        except (FileNotFoundError, ValueError) as error:
-            raise CheckpointError(f"{name} is missing or damaged ({error})") from error
+            self._write()
+            parts = self._tell_rank_0()
+            if rank() == 0 and all(message is None for message, _ in parts):
+                files = {name: entry for _, part in parts for name, entry in part.items()}
+                self.store.commit(self.draft, files)
+        except Exception as error:  # whatever it is, `finish` raises it in the trainer's thread
+            self.error = self.error or error
+        finally:
+            self._held.clear()
+            if rank() == 0:
+                shutil.rmtree(self.draft.beside, ignore_errors=True)  # there only after a failure
+            self.ended.set()
 
-
-class _LazyTensors(Mapping[str, Tensor]):
-    def __init__(self, path: Path, entries: Mapping[str, dict]):
-        self._path, self._entries = path, entries
-        self._open: dict[str, Any] = {}  # file -> handle; the mapping's life is theirs
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._entries:
-            raise CheckpointError(f"checkpoint {self._path} holds no tensor {name!r}")
-        file = self._entries[name]["file"]
+    def _write(self) -> None:
+        while self._held:
+            self._writer.put(*self._held.popleft())  # its memory goes back at once
+        self._writer.close()
+        self.error = self._writer.error
+        if self.error is not None:
+            return
         try:
-            if file not in self._open:
-                self._open[file] = safe_open(self._path / file, framework="pt")
-            return self._open[file].get_tensor(name)
-        except SafetensorError as error:
-            raise CheckpointError(f"tensor {name!r} in {self._path / file}: {error}") from error
+            for name, data in self.draft.small.items():
+                write_durably(self.draft.beside / name, data)
+                self._writer.files[name] = [len(data), bytes_crc(data)]
+        except OSError as error:
+            self.error = error
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
+    def _tell_rank_0(self) -> list[tuple[str | None, dict[str, list[int]]]]:
+        """Every rank's (why it could not, {file: [size, checksum]}), on rank 0."""
+        mine = (None if self.error is None else str(self.error), self._writer.files)
+        if world_size() == 1:
+            return [mine]
+        mailbox = dist.distributed_c10d._get_default_store().clone()  # a connection of its own
+        mailbox.set_timeout(WRITE_LIMIT)
+        keys = [f"rlpost/checkpoint/{self.draft.token}/{number}" for number in range(world_size())]
+        mailbox.set(keys[rank()], json.dumps(mine))
+        if rank() != 0:
+            return []
+        return [json.loads(mailbox.get(key)) for key in keys]
 
 
 def versions() -> dict[str, str]:
     """Of rlpost, Python and the packages whose versions matter to a run."""
     found = {"rlpost": rlpost.__version__, "python": platform.python_version()}
     for package in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return found
 
 
@@ -277,36 +306,11 @@ def _index(shards: Sequence[Shard]) -> dict[str, dict]:
     }
 
 
-def _differences(found: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]) -> list[str]:
-    missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
-    shapes = [
-        f"{name} is {list(found[name])} there and {list(expected[name])} here"
-        for name in sorted(found.keys() & expected.keys())
-        if list(found[name]) != list(expected[name])
-    ]
-    lists = [("it lacks ", missing), ("it has unknown ", unknown), ("", shapes)]
-    return [
-        what + ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        for what, names in lists
-        if names
-    ]
-
-
 def _remove(directory: Path) -> None:
     """Delete a checkpoint so that no half of it is ever taken for one."""
     doomed = directory.with_name(directory.name.removesuffix(".old") + ".tmp")
     os.rename(directory, doomed)
     shutil.rmtree(doomed)
-
-
-def _on_rank_0(action: Callable[..., None], *args: Any, failure: str) -> None:
-    error = None
-    if rank() == 0:
-        try:
-            action(*args)
-        except (OSError, TypeError, ValueError) as problem:
-            error = problem
-    _agree(error, failure)
 
 
 def _agree(error: Exception | None, what: str, value: Any = None) -> list[Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlpost.parallel import all_gather_objects, rank
 from rlpost.weights.checkpoint import versions
-from rlpost.weights.shards import Shard, sync_directory, write_durably, write_shards
+from rlpost.weights.shards import Shard, ShardWriter, assign_shards, sync_directory, write_durably
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,7 +57,14 @@ def save_pretrained(
             error = failure
     _agree(error, final, beside)
     cast = ((name, t.to(dtype) if t.is_floating_point() else t) for name, t in hf_tensors)
-    shards, error = write_shards(beside, "model", cast, shard_bytes=shard_bytes, writes=lambda _: writing)
+    writer, shards = ShardWriter(beside), []
+    for shard, tensor in assign_shards("model", cast, shard_bytes):
+        if not shards or shards[-1] is not shard:
+            shards.append(shard)
+        if writing:
+            writer.put(shard, tensor)
+    writer.close()
+    error = writer.error
     if writing and error is None:
         try:
             _finish(beside, final, shards)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,25 +13,18 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from rlpost.weights.shards import file_crc, write_durably
-
 TENSOR, TUPLE = "__tensor__", "__tuple__"
 
 
-def write_rank_state(directory: Path, rank: int, values: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Write `rank_<rank>.json` and, where there are tensors, `.safetensors`; the size and checksum of each file.
+def encode_rank_state(rank: int, values: Mapping[str, Any]) -> dict[str, bytes]:
+    """The content of `rank_<rank>.json` and, where there are tensors, `.safetensors`.
 
     values: JSON values, tuples and tensors, nested as you like. Raises TypeError naming the field of anything else.
     """
     tensors: dict[str, Tensor] = {}
     encoded = _encode(dict(values), "rank_state", tensors)
-    path = directory / f"rank_{rank:05d}.json"
-    write_durably(path, json.dumps(encoded).encode())
-    written = [path]
-    if tensors:
-        written.append(path.with_suffix(".safetensors"))
-        write_durably(written[-1], save(tensors))
-    return {file.name: [os.path.getsize(file), file_crc(file)] for file in written}
+    files = {f"rank_{rank:05d}.json": json.dumps(encoded).encode()}
+    return files | ({f"rank_{rank:05d}.safetensors": save(tensors)} if tensors else {})
 
 
 def read_rank_state(directory: Path, rank: int) -> dict[str, Any]:

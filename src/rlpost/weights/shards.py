@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,13 +35,12 @@ DTYPE_NAMES = {
 
 @dataclass
 class Shard:
-    """One file of a set. Every rank knows what is in it; only the rank that wrote it knows its checksum."""
+    """What stands in one file of a set. Every rank knows it; one writes it."""
 
     name: str
     entries: dict[str, dict] = field(default_factory=dict)  # tensor: {dtype, shape, data_offsets}, as in the header
     data_bytes: int = 0
     header_bytes: int = len(json.dumps({"__metadata__": METADATA}))
-    crc: int | None = None  # of header and data
 
     def admits(self, name: str, tensor: Tensor, limit: int) -> bool:
         """Whether the tensor may still come into this file: size, room in the header, alignment of its elements."""
@@ -60,10 +59,6 @@ class Shard:
         text = json.dumps({"__metadata__": METADATA, **self.entries}, ensure_ascii=False).encode()
         return HEADER_BYTES.to_bytes(8, "little") + text.ljust(HEADER_BYTES)
 
-    @property
-    def file_bytes(self) -> int:
-        return 8 + HEADER_BYTES + self.data_bytes
-
     def _entry(self, tensor: Tensor) -> dict:
         offsets = [self.data_bytes, self.data_bytes + tensor.nbytes]
         return {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
@@ -73,48 +68,60 @@ def _header_item(name: str, entry: dict) -> bytes:
     return json.dumps({name: entry}, ensure_ascii=False).encode() + b", "
 
 
-def write_shards(
-    directory: Path,
-    prefix: str,
-    tensors: Iterable[tuple[str, Tensor]],
-    *,
-    shard_bytes: int,
-    writes: Callable[[int], bool],
-) -> tuple[list[Shard], OSError | None]:
-    """Stream named tensors into `directory/<prefix>-00000.safetensors`, …, each at most `shard_bytes` of data (a larger
-    tensor goes alone). Only the files i with `writes(i)` are written here; the others are planned.
-
-    `tensors` may be a collective iterator, so it is read to its end even after this rank's disk is full: the error is
-    returned for all ranks to agree on, not raised. Raises ValueError for a name that comes twice.
+def assign_shards(
+    prefix: str, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int
+) -> Iterator[tuple[Shard, Tensor]]:
+    """Each tensor with its place in `<prefix>-00000.safetensors`, …, which hold at most `shard_bytes` of data (a larger
+    tensor goes alone). A shard is complete when the next one comes. Raises ValueError for a name that comes twice.
     """
-    shards: list[Shard] = []
+    shard, number = None, 0
     seen: set[str] = set()
-    file: _File | None = None
-    error: OSError | None = None
     for name, tensor in tensors:
         if name in seen:
             raise ValueError(f"tensor {name!r} comes twice")
         seen.add(name)
-        opens = not shards or not shards[-1].admits(name, tensor, shard_bytes)
-        if opens:
-            shards.append(Shard(f"{prefix}-{len(shards):05d}.safetensors"))
-        shards[-1].add(name, tensor)
-        if error is not None or not writes(len(shards) - 1):
-            continue
+        if shard is None or not shard.admits(name, tensor, shard_bytes):
+            shard, number = Shard(f"{prefix}-{number:05d}.safetensors"), number + 1
+        shard.add(name, tensor)
+        yield shard, tensor
+
+
+class ShardWriter:
+    """Writes tensors into the files of their shards as they come, one shard after the other, and makes them durable.
+
+    The tensors may come from a collective iterator, which must be read to its end even where this rank's disk is full:
+    `put` and `close` keep an OSError in `error` and write nothing more, for all ranks to agree on. `files` has the size
+    and checksum of each finished file.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.files: dict[str, list[int]] = {}
+        self.error: OSError | None = None
+        self._file: _File | None = None
+
+    def put(self, shard: Shard, tensor: Tensor) -> None:
+        if self.error is not None:
+            return
         try:
-            if opens:
-                if file is not None:
-                    file.close()
-                file = _File(directory / shards[-1].name, shards[-1])
-            file.append(tensor)
-        except OSError as failure:
-            error = failure
-    if file is not None:
+            if self._file is None or self._file.shard is not shard:
+                self._finish_file()
+                self._file = _File(self.directory / shard.name, shard)
+            self._file.append(tensor)
+        except OSError as error:
+            self.error = error
+
+    def close(self) -> None:
         try:
+            self._finish_file()
+        except OSError as error:
+            self.error = self.error or error
+
+    def _finish_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
             file.close()
-        except OSError as failure:
-            error = error or failure
-    return shards, error
+            self.files[file.shard.name] = [8 + HEADER_BYTES + file.shard.data_bytes, file.crc]
 
 
 class _File:
@@ -124,28 +131,33 @@ class _File:
         self.shard = shard
         self.out = open(path, "wb", buffering=0)  # noqa: SIM115 (it stays open between tensors)
         self.out.seek(8 + HEADER_BYTES)
-        self.data_crc = 0
+        self.crc = 0
 
     def append(self, tensor: Tensor) -> None:
         flat = tensor.detach().contiguous().cpu().reshape(-1)
         if flat.numel():
             data = memoryview(flat.view(torch.uint8).numpy())
-            self.data_crc = zlib.crc32(data, self.data_crc)
+            self.crc = zlib.crc32(data, self.crc)
             self._write(data)
 
     def close(self) -> None:
         try:
             header = self.shard.header()
+            self.crc = zlib.crc32(header, self.crc)  # the header last: the data was summed as it went by
             self.out.seek(0)
             self._write(memoryview(header))
             os.fsync(self.out.fileno())
-            self.shard.crc = zlib.crc32(header, self.data_crc)  # the header last: the data was summed as it went by
         finally:
             self.out.close()
 
     def _write(self, data: memoryview) -> None:
         while data:  # one system call writes at most 2 GiB, and less when the disk is nearly full
             data = data[self.out.write(data) :]
+
+
+def bytes_crc(data: bytes) -> int:
+    """What `file_crc` gives for a file of this content."""
+    return zlib.crc32(data[: 8 + HEADER_BYTES], zlib.crc32(data[8 + HEADER_BYTES :]))
 
 
 def file_crc(path: Path) -> int:

@@ -1,0 +1,120 @@
+"""A checkpoint on disk: checked, its numbers read, its tensors memory-mapped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from rlpost.parallel import rank, world_size
+from rlpost.weights.rank_state import read_rank_state
+from rlpost.weights.shards import file_crc
+
+FORMAT = 1
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or must not be loaded; the same on every rank."""
+
+
+class Checkpoint:
+    """A loaded checkpoint: its numbers, and its tensors memory-mapped (a tensor is read when it is looked at).
+
+    Attributes: path, step, world (ranks that wrote it), versions, config, state, rank_state (this rank's; with more
+    ranks than wrote it, that of rank r modulo world), kinds.
+    """
+
+    def __init__(self, path: Path, *, verify: bool = True):
+        self.path = path
+        manifest = self._read_json("manifest.json")
+        if manifest.get("format") != FORMAT:
+            raise CheckpointError(f"format {manifest.get('format')!r} in manifest.json; this rlpost reads {FORMAT}")
+        self.step: int = manifest["step"]
+        self.world: int = manifest["world"]
+        self.versions: dict[str, str] = manifest["versions"]
+        self.config: dict[str, Any] | None = manifest["config"]
+        self._tensors: dict[str, dict[str, dict]] = manifest["tensors"]
+        self._check_files(manifest["files"], verify)
+        self.state: dict[str, Any] = self._read_json("state.json")
+        self.rank_state = read_rank_state(path, rank() % self.world)
+
+    @property
+    def kinds(self) -> list[str]:
+        return list(self._tensors)
+
+    def tensors(self, kind: str, expected: Mapping[str, Sequence[int]] | None = None) -> Mapping[str, Tensor]:
+        """The whole tensors of a kind by name, memory-mapped.
+
+        expected: name -> shape of the model at hand; CheckpointError lists what differs from it.
+        """
+        if kind not in self._tensors:
+            raise CheckpointError(f"checkpoint {self.path} holds no {kind!r}; it holds: {', '.join(self._tensors)}")
+        entries = self._tensors[kind]
+        if expected is not None:
+            differences = shape_differences({name: entry["shape"] for name, entry in entries.items()}, expected)
+            if differences:
+                raise CheckpointError(f"checkpoint {self.path} is of another model ({kind}): " + "; ".join(differences))
+        return _LazyTensors(self.path, entries)
+
+    def _check_files(self, files: Mapping[str, Sequence[int]], verify: bool) -> None:
+        me, world = rank(), world_size()
+        wrong = []
+        for i, (name, (size, crc)) in enumerate(sorted(files.items())):
+            file = self.path / name
+            if not file.is_file():
+                wrong.append(f"{name} is missing")
+            elif file.stat().st_size != size:
+                wrong.append(f"{name} has {file.stat().st_size} bytes instead of {size}")
+            elif verify and i % world == me and file_crc(file) != crc:
+                wrong.append(f"{name} has another checksum than when it was written")
+        if wrong:
+            raise CheckpointError("; ".join(wrong))
+
+    def _read_json(self, name: str) -> dict:
+        try:
+            return json.loads((self.path / name).read_text())
+        except (FileNotFoundError, ValueError) as error:
+            raise CheckpointError(f"{name} is missing or damaged ({error})") from error
+
+
+class _LazyTensors(Mapping[str, Tensor]):
+    def __init__(self, path: Path, entries: Mapping[str, dict]):
+        self._path, self._entries = path, entries
+        self._open: dict[str, Any] = {}  # file -> handle; the mapping's life is theirs
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._entries:
+            raise CheckpointError(f"checkpoint {self._path} holds no tensor {name!r}")
+        file = self._entries[name]["file"]
+        try:
+            if file not in self._open:
+                self._open[file] = safe_open(self._path / file, framework="pt")
+            return self._open[file].get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"tensor {name!r} in {self._path / file}: {error}") from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def shape_differences(found: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]) -> list[str]:
+    """How the tensors found differ from those of the model at hand, by name; at most five names of each kind."""
+    missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    shapes = [
+        f"{name} is {list(found[name])} there and {list(expected[name])} here"
+        for name in sorted(found.keys() & expected.keys())
+        if list(found[name]) != list(expected[name])
+    ]
+    lists = [("it lacks ", missing), ("it has unknown ", unknown), ("", shapes)]
+    return [
+        what + ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        for what, names in lists
+        if names
+    ]
