@@ -22,6 +22,7 @@ from rlpost.observe.observer import Observer
 from rlpost.parallel import all_gather_objects
 from rlpost.phases import Agreement, Bookkept, PhaseMachine, Resident
 from rlpost.policy.build import DTYPES
+from rlpost.policy.critic import Critic
 from rlpost.policy.hf_io import SafetensorsReader
 from rlpost.policy.megatron import MegatronPolicy
 from rlpost.rewards.judge import build_judge
@@ -64,6 +65,7 @@ class Rooms:
     eval_sets: list[EvalSet]
     algorithm: Algorithm
     policy: MegatronPolicy
+    critic: Critic | None
     snapshots: SnapshotStore
     batcher: Batcher
     engine: Engine
@@ -97,7 +99,13 @@ class Rooms:
                     results = self.policy.score(micros, target_logprobs)
             else:
                 results = self.policy.score(micros, target_logprobs)
-            write_back(micros, [{kind: result["logprobs"]} for result in results])
+            write_back(micros, [{kind: result["logprobs"].cpu()} for result in results])
+
+    def score_values(self, updates: Sequence[Update]) -> None:
+        """Sets the critic's values of this rank's samples."""
+        for update in updates:
+            micros = self.batcher.pack(update)
+            write_back(micros, [{"values": result["values"].cpu()} for result in self.critic.score(micros)])
 
     def move_reference(self, step: int) -> None:
         """The reference becomes the current policy where `algorithm.reference_every` says so."""
@@ -155,10 +163,20 @@ def assemble(
         config.optim,
         config.parallel,
         temperature=config.rollout.temperature if "rollout" in algorithm.needs else 1.0,
-        total_steps=config.trainer.steps * config.train.updates_per_rollout,
+        total_steps=(config.trainer.steps - config.critic.alone_steps) * config.train.updates_per_rollout,
         seed=seed,
         recompute=config.train.recompute,
     )
+    critic = None
+    if "values" in algorithm.needs:
+        critic = Critic(
+            config.critic,
+            config.model,
+            config.parallel,
+            total_steps=config.trainer.steps * config.train.updates_per_rollout,
+            seed=seed,
+            recompute=config.train.recompute,
+        )
     engine = build_engine(config.engine, config.model.path, dtype=_engine_dtype(config), seed=seed + agreement.rank)
     snapshots = SnapshotStore(policy.masters, policy.sync_from_masters)
     if "reference_logprobs" in algorithm.needs:
@@ -183,13 +201,16 @@ def assemble(
         config=config,
         directory=directory,
         agreement=agreement,
-        machine=PhaseMachine(config.phases, handlers, _residents(policy, engine), agreement, observer.phase_done),
+        machine=PhaseMachine(
+            config.phases, handlers, _residents(policy, critic, engine), agreement, observer.phase_done
+        ),
         observer=observer,
         tokenizer=tokenizer,
         data=dataset,
         eval_sets=eval_sets,
         algorithm=algorithm,
         policy=policy,
+        critic=critic,
         snapshots=snapshots,
         batcher=batcher,
         engine=engine,
@@ -232,12 +253,13 @@ def _engine_dtype(config: Config) -> torch.dtype:
     return DTYPES[config.model.dtype if config.engine.dtype == "auto" else config.engine.dtype]
 
 
-def _residents(policy: MegatronPolicy, engine: Engine) -> dict[str, Resident]:
+def _residents(policy: MegatronPolicy, critic: Critic | None, engine: Engine) -> dict[str, Resident]:
     # Sizes alone: the CPU has one memory, nothing moves.
     def engine_bytes() -> int:
         return sum(math.prod(s.shape) * s.dtype.itemsize for s in engine.expected_tensors().values())
 
-    sizes = {name: lambda size=size: size for name, size in policy.resident_bytes().items()}
+    fixed = policy.resident_bytes() | (critic.resident_bytes() if critic is not None else {})
+    sizes = {name: lambda size=size: size for name, size in fixed.items()}
     sizes |= {"engine.weights": engine_bytes, "engine.kv_cache": lambda: 0}
     return {name: Bookkept(size) for name, size in sizes.items()}
 

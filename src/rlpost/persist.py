@@ -108,6 +108,8 @@ def save_checkpoint(rooms: Rooms, step: int, *, background: bool = False) -> Pat
     background: see `CheckpointStore.save`."""
     policy, snapshots = rooms.policy, rooms.snapshots
     tensors = {kind: partial(policy.optimizer_tensors, kind) for kind in MOMENTS}
+    if rooms.critic is not None:
+        tensors |= {f"critic.{kind}": partial(rooms.critic.model.optimizer_tensors, kind) for kind in MOMENTS}
     for tag in snapshots.tags():
         tensors[f"tag.{tag}"] = partial(policy.gather_masters, snapshots.tensors(tag))
     state = {
@@ -117,6 +119,7 @@ def save_checkpoint(rooms: Rooms, step: int, *, background: bool = False) -> Pat
         "teacher": rooms.teacher.state_dict() if rooms.teacher is not None else None,
         "guards": rooms.guards.state_dict(),
         "optimizer": policy.optimizer_scalars(),
+        "critic": rooms.critic.model.optimizer_scalars() if rooms.critic is not None else None,
         "version": rooms.publisher.version,
     }
     config = config_values(rooms.config)
@@ -131,6 +134,10 @@ def restore_checkpoint(rooms: Rooms, checkpoint: Checkpoint | None) -> int:
     for kind in MOMENTS:
         policy.load_optimizer_tensors(kind, checkpoint.tensors(kind).__getitem__)
     policy.load_optimizer_scalars(checkpoint.state["optimizer"])
+    if rooms.critic is not None:
+        for kind in MOMENTS:
+            rooms.critic.model.load_optimizer_tensors(kind, checkpoint.tensors(f"critic.{kind}").__getitem__)
+        rooms.critic.model.load_optimizer_scalars(checkpoint.state["critic"])
     for tag in snapshots.tags():
         snapshots.put(tag, policy.scatter_masters(checkpoint.tensors(f"tag.{tag}").__getitem__))
     rooms.data.load_state(checkpoint.state["data"])

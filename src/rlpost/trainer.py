@@ -33,8 +33,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PHASES = ("read", "rollout", "judge", "prepare", "teach", "train", "teacher_update", "publish")
-RESIDENTS = ("policy.weights", "policy.gradients", "policy.optimizer", "engine.weights", "engine.kv_cache")
+PHASES = ("read", "rollout", "judge", "prepare", "values", "teach", "critic", "train", "teacher_update", "publish")
+RESIDENTS = (
+    *("policy.weights", "policy.gradients", "policy.optimizer", "engine.weights", "engine.kv_cache"),
+    *("critic.weights", "critic.gradients", "critic.optimizer"),
+)
 
 
 @dataclass
@@ -100,7 +103,7 @@ class Trainer:
             )
             self.step_number = restore_checkpoint(self.rooms, checkpoint)  # steps done
         self.last_metrics: dict[str, float] = {}
-        self._skipped_in_a_row = 0
+        self._skipped_in_a_row = {"optim": 0, "critic": 0}
         self._published_at: int | None = None
         self._stopping = False
 
@@ -154,13 +157,13 @@ class Trainer:
         work = StepWork(step=self.step_number)
         for number in range(len(self.rooms.machine.phases)):
             stop = self.rooms.machine.run(number, work.step, work)
+            with self._guard("save"):
+                self.rooms.checkpoints.poll()
             if stop and not work.trained:
                 # Nothing has moved yet: the step is taken back, so that a resumed run does it again.
                 self.rooms.data.load_state(position)
                 self._stopping = True
                 return {}
-            with self._guard("save"):
-                self.rooms.checkpoints.poll()
             self._stopping |= stop
         self.step_number += 1
         self.last_metrics = self.rooms.observer.step_done(
@@ -199,14 +202,14 @@ class Trainer:
 
     def save(self) -> Path:
         """Write a checkpoint: what `resume` needs to go on as if nothing had happened."""
+        return self._save(background=False)
+
+    def _save(self, *, background: bool) -> Path:
         from rlpost.persist import save_checkpoint
 
         with self._guard("save"):
             return save_checkpoint(self.rooms, self.step_number, background=background)
 
-        return self._save(background=False)
-
-    def _save(self, *, background: bool) -> Path:
     def save_pretrained(self, directory: str | Path | None = None) -> Path:
         """Write a Hugging Face directory (default: `export/` of the run)."""
         from rlpost.persist import export
@@ -259,17 +262,40 @@ class Trainer:
         # Of one update they are its own log-probs.
         if "old_logprobs_always" in needs or ("old_logprobs" in needs and len(work.updates) > 1):
             self.rooms.score_logprobs("old_logprobs", work.updates)
+        if "values" not in needs:
+            self._finish(work)
+
+    def _finish(self, work: StepWork) -> None:
         mine = [sample for update in work.updates for sample in update.samples]
         work.metrics |= self.rooms.algorithm.finish(mine, self.rooms.total)
+
+    def _values(self, work: StepWork) -> None:
+        """The critic's values of every state, which the advantages need."""
+        self.rooms.score_values(work.updates)
+        self._finish(work)
 
     def _teach(self, work: StepWork) -> None:
         for update in work.updates:
             self.rooms.teacher.score(update)
 
+    def _critic(self, work: StepWork) -> None:
+        """One step of the critic's own optimizer for each update."""
+        steps = []
+        work.trained = True
+        for update in work.updates:
+            if update.has_signal:
+                micros = self.rooms.batcher.pack(update)
+                steps.append(self.rooms.critic.train_step(micros, self.rooms.algorithm.value_loss))
+                self._count_skipped("critic", steps[-1]["critic/skipped"] > 0)
+        work.metrics |= _means(steps)
+
     def _train(self, work: StepWork) -> None:
         """One optimizer step for each update. An update without a signal (all rewards equal, nothing to distill) is
         left out and counted; one whose gradient is not finite is skipped by the policy."""
         teacher, steps, moved = self.rooms.teacher, [], False
+        work.trained = True
+        if work.step < self.config.critic.alone_steps:
+            return  # the critic's first steps
         for update in work.updates:
             if not update.has_signal:
                 continue
@@ -280,10 +306,10 @@ class Trainer:
                 micro.teacher_head = teacher.head
             steps.append(self.rooms.policy.train_step(micros, self.rooms.algorithm.loss))
             moved = not steps[-1]["train/skipped"]
-            self._count_skipped(not moved)
+            self._count_skipped("optim", not moved)
             work.moved |= moved
-        work.trained, work.teacher_due = True, moved
-        work.metrics |= {name: sum(s[name] for s in steps) / len(steps) for name in (steps[0] if steps else ())}
+        work.teacher_due = moved
+        work.metrics |= _means(steps)
         work.metrics["train/skipped"] = sum(s["train/skipped"] for s in steps)
         work.metrics["train/no_signal"] = float(len(work.updates) - len(steps))
 
@@ -314,14 +340,14 @@ class Trainer:
         if self._published_at != self.step_number:
             self._publish_now(self.step_number, {})
 
-    def _count_skipped(self, skipped: bool) -> None:
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+    def _count_skipped(self, optimizer: str, skipped: bool) -> None:
+        self._skipped_in_a_row[optimizer] = in_a_row = self._skipped_in_a_row[optimizer] + 1 if skipped else 0
         if skipped and not self.config.train.skip_nonfinite:
             raise RuntimeError("the gradient is not finite (train.skip_nonfinite=false)")
-        if self._skipped_in_a_row > self.config.train.max_skipped:
+        if in_a_row > self.config.train.max_skipped:
             raise RuntimeError(
-                f"{self._skipped_in_a_row} optimizer steps in a row had gradients that are not finite "
-                f"(train.max_skipped={self.config.train.max_skipped}): lower optim.lr, or look at the last rollouts"
+                f"{in_a_row} optimizer steps in a row had gradients that are not finite "
+                f"(train.max_skipped={self.config.train.max_skipped}): lower {optimizer}.lr, or look at the rollouts"
             )
 
     def _heed_guards(self) -> None:
@@ -338,6 +364,11 @@ class Trainer:
 
     def _signals(self) -> _StopOnSignal:
         return _StopOnSignal(self.rooms.agreement)
+
+
+def _means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of the metrics of a step's updates."""
+    return {name: sum(step[name] for step in steps) / len(steps) for name in (steps[0] if steps else ())}
 
 
 class _StopOnSignal:
