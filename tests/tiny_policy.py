@@ -12,19 +12,19 @@ from rlpost.types import LossOutput, MicroBatch
 VOCABULARY = 90  # no multiple of Megatron's padding
 
 
-def tiny_model(directory: Path, *, layers: int = 2, tied: bool = True) -> Path:
+def tiny_model(directory: Path, *, layers: int = 2, tied: bool = True, **changed: int) -> Path:
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        tie_word_embeddings=tied,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(directory)
+    shape = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "tie_word_embeddings": tied,
+    }
+    Qwen3ForCausalLM(Qwen3Config(**shape | changed)).save_pretrained(directory)
     return directory
 
 

@@ -23,14 +23,14 @@ from rlpost.parallel import all_gather_objects
 from rlpost.phases import Agreement, Bookkept, PhaseMachine, Resident
 from rlpost.policy.build import DTYPES
 from rlpost.policy.critic import Critic
-from rlpost.policy.hf_io import SafetensorsReader
 from rlpost.policy.megatron import MegatronPolicy
 from rlpost.rewards.judge import build_judge
 from rlpost.rollout.engine import SamplingParams
 from rlpost.rollout.engines import build_engine
 from rlpost.rollout.filters import GroupFilter, build_filter
 from rlpost.rollout.sampler import Sampler
-from rlpost.teacher import SwapTeacher, build_teacher_config, check_external
+from rlpost.teacher import build_teacher_config, check_external
+from rlpost.teacher.build import build_teacher
 from rlpost.types import Sample
 from rlpost.weights.checkpoint import CheckpointStore
 from rlpost.weights.publish import Publisher
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from rlpost.feedback.base import EnvironmentFeedback
     from rlpost.rewards.judge import Judge
     from rlpost.rollout.engine import Engine
+    from rlpost.teacher.protocol import Teacher
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class Rooms:
     group_filter: GroupFilter | None
     judge: Judge | None
     feedback: EnvironmentFeedback | None
-    teacher: SwapTeacher | None
+    teacher: Teacher | None
     checkpoints: CheckpointStore
     guards: Guards
     engine_started: bool = False
@@ -191,11 +192,7 @@ def assemble(
     )
     teacher = None
     if teacher_config is not None:
-
-        def read_weights(path: str) -> dict[str, Tensor]:
-            return policy.scatter_masters(SafetensorsReader(path).get)
-
-        teacher = SwapTeacher(teacher_config, policy, snapshots, batcher, read_weights)
+        teacher = build_teacher(teacher_config, config, policy, snapshots, batcher)
     observer = Observer(config, directory, rank=agreement.rank, steps_done=steps_done)
     return Rooms(
         config=config,

@@ -276,7 +276,8 @@ class Trainer:
 
     def _teach(self, work: StepWork) -> None:
         for update in work.updates:
-            self.rooms.teacher.score(update)
+            for name, count in self.rooms.teacher.score(update).items():
+                work.metrics[name] = work.metrics.get(name, 0.0) + count
 
     def _critic(self, work: StepWork) -> None:
         """One step of the critic's own optimizer for each update."""

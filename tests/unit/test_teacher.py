@@ -10,10 +10,18 @@ from transformers import AutoModelForCausalLM
 from rlpost.algorithms import build_algorithm
 from rlpost.config.schema import ModelConfig, OptimConfig, ParallelConfig
 from rlpost.data.batching import Batcher
+from rlpost.policy.frozen import FrozenModel
 from rlpost.policy.hf_io import SafetensorsReader
 from rlpost.policy.logits import HiddenTargets
 from rlpost.policy.megatron import MegatronPolicy
-from rlpost.teacher import SwapTeacher, TeacherConfig, build_teacher_config, check_external, shape_mistakes
+from rlpost.teacher import (
+    TeacherConfig,
+    build_teacher_config,
+    check_external,
+    directory_mistakes,
+    shape_differences,
+)
+from rlpost.teacher.local import LocalTeacher
 from rlpost.types import Prompt, Sample
 from rlpost.weights.snapshots import SnapshotStore
 
@@ -22,7 +30,7 @@ T = 0.7
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Three models of one shape, and one of another."""
+    """Three models of one shape, one that is deeper and wider, one with another vocabulary."""
     root = tmp_path_factory.mktemp("teachers")
     student = tiny_model(root / "student")
     for number, name in enumerate(("math", "code"), start=1):
@@ -31,7 +39,8 @@ def models(tmp_path_factory):
             for parameter in model.parameters():
                 parameter.add_(0.1 * number * torch.randn_like(parameter))
         model.save_pretrained(root / name)
-    tiny_model(root / "deeper", layers=3)
+    tiny_model(root / "large", layers=3, tied=False, hidden_size=48, num_attention_heads=6)
+    tiny_model(root / "foreign", vocab_size=VOCABULARY + 1)
     return root
 
 
@@ -65,7 +74,13 @@ def set_up(policy, root, **config):
     def read(path):
         return policy.scatter_masters(SafetensorsReader(path).get)
 
-    teacher = SwapTeacher(TeacherConfig(**config), policy, snapshots, batcher, read)
+    config = TeacherConfig(**config)
+    models = {
+        source: FrozenModel(ModelConfig(path=path), ParallelConfig(), temperature=T)
+        for source, path in config.external().items()
+        if shape_differences(path, str(root / "student"))
+    }
+    teacher = LocalTeacher(config, policy, snapshots, batcher, read, models)
     given = samples()
     algorithm.prepare(given)
     (update,) = batcher.updates(given)
@@ -109,8 +124,23 @@ def test_another_model_teaches(policy, models):
     assert teacher.snapshots.hash("teacher") == before and teacher.own_tag is None
 
 
-def test_each_source_has_its_teacher(policy, models):
-    directories = {name: str(models / name) for name in ("math", "code")}
+def test_a_larger_model_teaches(policy, models):
+    """It has a model of its own; the student's weights are not touched meanwhile."""
+    teacher, update = set_up(policy, models, update="static", model=str(models / "large"))
+    assert list(teacher.models) == [None] and teacher.snapshots.tags() == []
+    before = teacher.snapshots.hash("student")
+    teacher.score(update)
+    oracle = AutoModelForCausalLM.from_pretrained(models / "large")
+    check(teacher, update, lambda sample: hf_logits(oracle, sample))
+    assert teacher.snapshots.hash("student") == before and teacher.own_tag is None
+    parameters = sum(p.numel() for p in oracle.parameters())
+    padding = 2 * (teacher.head.shape[0] - VOCABULARY) * 48  # of the embedding and the head
+    assert teacher.models[None].weight_bytes() == 4 * (parameters + padding)
+
+
+@pytest.mark.parametrize("code", ["code", "large"], ids=["one shape", "two shapes"])
+def test_each_source_has_its_teacher(code, policy, models):
+    directories = {"math": str(models / "math"), "code": str(models / code)}
     teacher, update = set_up(policy, models, update="static", models=directories)
     teacher.score(update)
     oracles = {name: AutoModelForCausalLM.from_pretrained(path) for name, path in directories.items()}
@@ -172,13 +202,17 @@ def test_wrong_teachers_are_refused(config, lines):
         assert line in str(error.value)
 
 
-def test_a_teacher_of_another_shape_is_refused(models):
-    config = TeacherConfig(update="static", model=str(models / "deeper"))
-    (line,) = shape_mistakes(config, str(models / "student"))
-    assert "teacher.model" in line and "num_hidden_layers 3 (model.path: 2)" in line
-    assert not list(shape_mistakes(TeacherConfig(update="static", model=str(models / "math")), str(models / "student")))
-    (line,) = shape_mistakes(TeacherConfig(update="static", models={"a": "/no"}), str(models / "student"))
+def test_a_teacher_with_another_vocabulary_is_refused(models):
+    student = str(models / "student")
+    config = TeacherConfig(update="static", models={"a": str(models / "foreign")})
+    (line,) = directory_mistakes(config, student)
+    assert "teacher.models.a=" in line and "a vocabulary of 91 ids, model.path one of 90" in line
+    for name in ("math", "large"):
+        assert not list(directory_mistakes(TeacherConfig(update="static", model=str(models / name)), student))
+    (line,) = directory_mistakes(TeacherConfig(update="static", models={"a": "/no"}), student)
     assert "teacher.models.a=/no has no config.json" in line
+    differences = shape_differences(str(models / "large"), student)
+    assert "num_hidden_layers 3 (model.path: 2)" in differences and "hidden_size 48 (model.path: 32)" in differences
 
 
 def test_a_source_without_a_teacher_and_another_tokenizer_are_refused(tmp_path):

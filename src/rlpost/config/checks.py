@@ -131,7 +131,7 @@ def _component_mistakes(config: Config, objects: Mapping[str, Any]) -> Iterator[
     from rlpost.feedback import build_feedback
     from rlpost.rewards.judge import build_judge
     from rlpost.rollout.filters import build_filter
-    from rlpost.teacher import build_teacher_config, shape_mistakes
+    from rlpost.teacher import build_teacher_config, directory_mistakes
 
     for name, values, build in (
         ("teacher", config.teacher, build_teacher_config),
@@ -146,7 +146,7 @@ def _component_mistakes(config: Config, objects: Mapping[str, Any]) -> Iterator[
             if name == "feedback":
                 built.validate(config)
             elif name == "teacher":
-                yield from shape_mistakes(built, config.model.path)
+                yield from directory_mistakes(built, config.model.path)
         except (ValueError, TypeError, ImportError) as error:
             lines = str(error).splitlines() or [type(error).__name__]
             yield from (line if line.startswith(name) else f"{name}: {line}" for line in lines)

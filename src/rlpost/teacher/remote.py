@@ -1,0 +1,79 @@
+"""A teacher behind a URL: log-probs of the sampled tokens, and nothing else of its distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlpost.losses.distill import LOGP_FLOOR
+from rlpost.parallel import all_gather_objects
+from rlpost.teacher.client import ScoringClient, TeacherServerError
+from rlpost.teacher.config import TeacherConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlpost.data.batching import Update
+    from rlpost.parallel import Mesh
+    from rlpost.types import Sample
+
+
+class RemoteTeacher:
+    """One rank of each data-parallel part asks for its samples; the part's other ranks get what it heard."""
+
+    head: Tensor | None = None
+    own_tag: str | None = None
+
+    def __init__(self, config: TeacherConfig, mesh: Mesh):
+        self.config, self.mesh = config, mesh
+        self.client = ScoringClient(config)
+        self.blank = {"teacher_logprobs": torch.zeros(1)}
+
+    def score(self, update: Update) -> dict[str, float]:
+        """Sets teacher_logprobs [R]. A sequence whose answer cannot be used gets distill_mask 0 and is counted.
+
+        Raises TeacherServerError, on all ranks alike, where a server does not answer, or where more than
+        `max_bad_payload_fraction` of all ranks' sequences are bad. Collective.
+        """
+        taught = [sample for sample in update.samples if sample.distill_mask > 0]
+        asks = self.mesh.tp.rank == self.mesh.pp.rank == self.mesh.cp.rank == 0
+        parts = all_gather_objects((self.mesh.dp.rank, *self._ask(taught)) if asks else None)
+        heard = {rank: (rows, error) for rank, rows, error in filter(None, parts)}
+        for _, error in heard.values():
+            if error is not None:
+                raise TeacherServerError(error)
+        for sample, row in zip(taught, heard[self.mesh.dp.rank][0], strict=True):
+            if isinstance(row, str):
+                sample.tokens["distill_mask"] = torch.zeros(len(sample.response_ids))
+                row = [0.0] * len(sample.response_ids)
+            sample.tokens["teacher_logprobs"] = torch.tensor(row, dtype=torch.float32).clamp_min(LOGP_FLOOR)
+        everything = [row for rows, _ in heard.values() for row in rows]
+        bad = [row for row in everything if isinstance(row, str)]
+        if len(bad) > self.config.max_bad_payload_fraction * len(everything):
+            raise TeacherServerError(
+                f"teacher.url={self.config.url}: {len(bad)} of {len(everything)} sequences have no usable scores "
+                f"(teacher.max_bad_payload_fraction={self.config.max_bad_payload_fraction}); the first: {bad[0]}"
+            )
+        return {"teacher/scored_sequences": float(len(everything)), "teacher/bad_payloads": float(len(bad))}
+
+    def _ask(self, samples: Sequence[Sample]) -> tuple[list[list[float] | str], str | None]:
+        """(log-probs of each response, or what is wrong with them; why there are none)."""
+        sequences = [sample.teacher_prompt_ids + sample.response_ids for sample in samples]
+        try:
+            return self.client.score(sequences, [len(sample.teacher_prompt_ids) for sample in samples]), None
+        except TeacherServerError as error:
+            return [], str(error)
+
+    def after_optimizer_step(self) -> None:
+        """A server's weights do not move."""
+
+    def after_batch(self) -> None:
+        """A server's weights do not move."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing is kept."""
