@@ -3,6 +3,8 @@
 import errno
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -63,6 +65,7 @@ def save(model: Path, directory: Path) -> None:
     if rank() == 0:
         (directory / "saved.json").write_text(json.dumps(saved))
     disk_full_on_one_rank(store, run)
+    disk_full_in_the_background(store, run)
     run.step(2)
     unbroken = run.digests()
 
@@ -77,7 +80,8 @@ def save(model: Path, directory: Path) -> None:
     lone_failure_inside_a_swap(resumed)
 
 
-def disk_full_on_one_rank(store: CheckpointStore, run: Run) -> None:
+@contextmanager
+def full_disk_of_rank_1() -> Iterator[None]:
     write = shards._File._write
 
     def full(self, data):
@@ -86,13 +90,39 @@ def disk_full_on_one_rank(store: CheckpointStore, run: Run) -> None:
         write(self, data)
 
     shards._File._write = full
-    try:
-        store.save(3, run.kinds(), {})
-    except CheckpointError as error:
-        say(f"rank {rank()}: {error}")
+    yield
     shards._File._write = write
+
+
+def disk_full_on_one_rank(store: CheckpointStore, run: Run) -> None:
+    with full_disk_of_rank_1():
+        try:
+            store.save(3, run.kinds(), {})
+        except CheckpointError as error:
+            say(f"rank {rank()}: {error}")
     assert store.load().step == 2 and store.steps() == [2]
     assert not (store.directory / "step_000003.tmp").exists()
+
+
+def disk_full_in_the_background(store: CheckpointStore, run: Run) -> None:
+    """The trainer's collectives go on while the writers talk through the store; then all ranks fail at one look."""
+    looks = 0
+    with full_disk_of_rank_1():
+        store.save(4, run.kinds(), {}, background=True)
+        try:
+            while True:
+                dist.all_reduce(torch.ones(1))
+                store.poll()
+                looks += 1
+        except CheckpointError as error:
+            say(f"rank {rank()}: {error}")
+    seen = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size())]
+    dist.all_gather(seen, torch.tensor([looks]))
+    assert len(set(map(int, seen))) == 1, seen
+    assert store.load().step == 2 and not (store.directory / "step_000004.tmp").exists()
+    state = store.load().state
+    store.save(2, run.kinds(), state, {"rank": rank()}, background=True)
+    store.finish()
 
 
 def truncated_file(store: CheckpointStore) -> None:

@@ -5,6 +5,7 @@ import shutil
 import signal
 import sys
 import textwrap
+import threading
 
 import numpy as np
 import pytest
@@ -226,6 +227,85 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path):
         save(CheckpointStore(tmp_path / "file" / "checkpoints"), 1)
 
 
+class Gate:
+    """Holds the writer's thread at the first tensor that it writes until the test opens it."""
+
+    def __init__(self, monkeypatch, error=None):
+        self.waiting, self._open = threading.Event(), threading.Event()
+        append = shards_module._File.append
+
+        def gated(file, tensor):
+            if threading.current_thread() is not threading.main_thread():
+                self.waiting.set()
+                assert self._open.wait(60)
+                if error is not None:
+                    raise error
+            append(file, tensor)
+
+        monkeypatch.setattr(shards_module._File, "append", gated)
+
+    def open(self):
+        self._open.set()
+
+
+def test_a_save_in_the_background_keeps_what_was_there_when_it_began(store, monkeypatch):
+    save(store, 1)
+    gate = Gate(monkeypatch)
+    live, state = tensors(2.0), {"step": 2, "order": [1]}
+    draws = rng_state()
+    store.save(2, {"master": lambda: iter(live.items())}, state, draws, background=True)
+    assert gate.waiting.wait(60)
+    for tensor in live.values():  # the next step
+        tensor.fill_(-1)
+    state["order"].append(2)
+    draws["torch"].fill_(0)
+    store.poll()
+    assert store.load("latest").step == 1  # still the former one
+    gate.open()
+    store.finish()
+    found = store.load("latest")
+    assert (found.step, found.state) == (2, {"step": 2, "order": [1]})
+    assert found.rank_state["torch"].any()
+    assert all(torch.equal(found.tensors("master")[name], tensor) for name, tensor in tensors(2.0).items())
+    store.poll()
+    store.finish()  # nothing is in flight
+
+
+def test_one_save_at_a_time_is_in_flight(store, monkeypatch):
+    gate = Gate(monkeypatch)
+    store.save(1, kinds(1), {"step": 1}, background=True)
+    ended = store._in_flight.ended
+    wait, waited = ended.wait, []
+    monkeypatch.setattr(ended, "wait", lambda: (waited.append(store.steps()), gate.open(), wait()))
+    store.save(2, kinds(2), {"step": 2}, background=True)  # waits for the first
+    assert waited == [[]]
+    assert store.load(1).state == {"step": 1}
+    save(store, 3)  # waits for the second, and for itself
+    assert store.steps() == [2, 3] and store.latest() == 3
+
+
+def test_a_failure_in_the_background_is_raised_at_the_next_look_and_the_former_stays(store, monkeypatch):
+    save(store, 1)
+    gate = Gate(monkeypatch, OSError(28, "No space left on device"))
+    store.save(2, kinds(2), {"step": 2}, background=True)
+    store.poll()  # not ended yet
+    ended = store._in_flight.ended
+    gate.open()
+    assert ended.wait(60)
+    with pytest.raises(CheckpointError, match="step_000002: rank 0: .*No space left on device"):
+        store.poll()
+    store.poll()  # said once
+    assert sorted(path.name for path in store.directory.iterdir()) == ["latest", "step_000001"]
+    monkeypatch.undo()
+    save(store, 3)
+    assert store.latest() == 3
+
+
+def test_what_cannot_be_kept_is_refused_before_the_thread_starts(store):
+    with pytest.raises(CheckpointError, match=r"rank_state\.model is a Module"):
+        store.save(2, kinds(), {}, {"model": torch.nn.Module()}, background=True)
+
+
 KILLED = """
     # Saves steps 1, 2 and 2 again with keep=1 in a fork, killed at its k-th event; then what is left must load.
     import os, shutil, signal, sys, tempfile
@@ -246,7 +326,8 @@ KILLED = """
         for value, step in ((1, 1), (2, 2), (3, 2)):
             os.write(report, bytes([2 * value]))  # begun
             kinds = {"master": lambda value=value: tensors(value)}
-            store.save(step, kinds, {"value": value}, {"t": torch.tensor(value)})
+            store.save(step, kinds, {"value": value}, {"t": torch.tensor(value)}, background=value == 3)
+            store.finish()
             os.write(report, bytes([2 * value + 1]))  # done
 
     def attempt(k, directory):
