@@ -51,6 +51,32 @@ REFUSED = {
         ["teacher=external", "teacher.model=a", "teacher.models={math: a}"],
         "teacher.model and teacher.models are not allowed together",
     ),
+    "an EMA with a server": (
+        "sdpo",
+        ["teacher.url=http://here", "algorithm.mode=sampled", "algorithm.alpha=1"],
+        "teacher.update=ema is not allowed with teacher.url",
+    ),
+    "a server and a model": (
+        "sdpo",
+        ["teacher=external", "teacher.model=a", "teacher.url=http://here"],
+        "teacher.model and teacher.url are not allowed together",
+    ),
+    "a server and whole distributions": (
+        "sdpo",
+        [*OPD, "teacher=url", "teacher.url=http://here"],
+        "teacher.url=http://here is not allowed with this algorithm: a server tells the log-probs of the sampled",
+    ),
+    "a server and another temperature": (
+        "sdpo",
+        [*OPD, "algorithm.mode=sampled", "teacher=url", "teacher.url=http://here", "rollout.temperature=0.7"],
+        "teacher.url=http://here needs rollout.temperature=1, not 0.7",
+    ),
+    "a server that is no URL": ("sdpo", ["teacher=url", "teacher.url=here:30000"], "it begins with http://"),
+    "a Jensen-Shannon divergence of the sampled token": (
+        "sdpo",
+        ["algorithm.mode=sampled", "algorithm.alpha=0.5"],
+        "algorithm.alpha=0.5 is not allowed with algorithm.mode=sampled",
+    ),
     "a teacher that is not there": (
         "sdpo",
         ["teacher=external", "teacher.model=/no/such/model"],
@@ -68,7 +94,7 @@ REFUSED = {
     ),
     "an entropy gate without distributions": (
         "sdpo",
-        ["algorithm.mode=sampled", "algorithm.entropy_gate=1"],
+        ["algorithm.mode=sampled", "algorithm.alpha=1", "algorithm.entropy_gate=1"],
         "algorithm.entropy_gate=1 is not allowed with algorithm.mode=sampled",
     ),
     "a part of a blend with a denominator of its own": (

@@ -148,7 +148,7 @@ def test_sdpo_against_dense_autograd(alpha, mode):
 
 
 def test_sdpo_on_sampled_tokens():
-    step = Step(build_algorithm({**SDPO, "mode": "sampled"}), make_samples())
+    step = Step(build_algorithm({**SDPO, "mode": "sampled", "alpha": 1.0}), make_samples())
     step.teach()
 
     def token_loss(sample, S, Q, logp):
@@ -358,8 +358,14 @@ def test_the_running_baseline_survives_a_resume():
         ({"name": "grpo", "policy_loss": "reinforce"}, {"rollout", "reward"}),
         ({"name": "grpo", "kl_loss_coef": 0.1}, {"rollout", "reward", "old_logprobs", "reference_logprobs"}),
         ({"name": "grpo", "kl_coef": 0.1}, {"rollout", "reward", "old_logprobs", "reference_logprobs"}),
-        ({"name": "sdpo"}, {"rollout", "reward", "teacher"}),
-        ({"name": "sdpo", "is_clip": 2.0}, {"rollout", "reward", "teacher", "old_logprobs"}),
+        ({"name": "sdpo"}, {"rollout", "reward", "teacher", "teacher_distribution"}),
+        ({"name": "sdpo", "mode": "sampled", "alpha": 1.0}, {"rollout", "reward", "teacher"}),
+        (
+            {"name": "sdpo", "is_clip": 2.0},
+            {"rollout", "reward", "teacher", "teacher_distribution", "old_logprobs"},
+        ),
+        ({"name": "opd"}, {"rollout", "teacher", "teacher_distribution"}),
+        ({"name": "opd", "loss_coef": 0.0, "advantage_coef": 1.0}, {"rollout", "teacher", "old_logprobs"}),
     ],
     ids=str,
 )

@@ -106,7 +106,7 @@ def test_the_blend_is_the_weighted_sum_of_its_parts():
         torch.testing.assert_close(b, 0.3 * g + 0.7 * s)
     assert {"policy/clip_fraction", "sdpo/distill_loss"} <= set(both[3])
     algorithm = steps[0].algorithm
-    assert algorithm.needs == {"rollout", "reward", "teacher", "old_logprobs", "reference_logprobs"}
+    assert algorithm.needs == steps[1].algorithm.needs | steps[2].algorithm.needs
     assert algorithm.group_relative and algorithm.top_k_needed == 0
 
 
@@ -133,7 +133,8 @@ def test_the_blend_resumes_its_parts():
     [
         ({"name": "opd", "advantage_coef": 1.0}, ["loss_coef=1.0 and algorithm.advantage_coef=1.0"]),
         ({"name": "opd", "loss_coef": 0}, ["loss_coef=0 and algorithm.advantage_coef=0.0", "exactly one"]),
-        ({**SDPO, "mode": "sampled", "entropy_gate": 1.0}, ["algorithm.entropy_gate=1.0"]),
+        ({**SDPO, "mode": "sampled", "alpha": 1.0, "entropy_gate": 1.0}, ["algorithm.entropy_gate=1.0"]),
+        ({"name": "sdpo", "mode": "sampled"}, ["alpha=0.5 is not allowed with algorithm.mode=sampled"]),
         ({**SDPO, "alpha": 0.0, "entropy_gate": 1.0}, ["algorithm.entropy_gate=1.0"]),
         (
             {"name": "blend", "reward_weight": 2, "grpo": {"clip": 1}, "sdpo": {"mode": "all"}},

@@ -35,10 +35,11 @@ class Algorithm:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Of {"rollout", "reward", "teacher", "reference_logprobs", "old_logprobs", "old_logprobs_always", "values"},
-        what this configuration uses. "old_logprobs" are scored only where a rollout batch gets more than one optimizer
-        step; in `finish` they are there with "old_logprobs_always" alone. "values" asks for a critic, which learns by
-        `value_loss`; its values are there in `finish`."""
+        """Of {"rollout", "reward", "teacher", "teacher_distribution", "reference_logprobs", "old_logprobs",
+        "old_logprobs_always", "values"}, what this configuration uses. Without "teacher_distribution" a teacher's
+        log-probs of the sampled tokens are enough, which a server can give. "old_logprobs" are scored only where a
+        rollout batch gets more than one optimizer step; in `finish` they are there with "old_logprobs_always" alone.
+        "values" asks for a critic, which learns by `value_loss`; its values are there in `finish`."""
         return frozenset()
 
     @property

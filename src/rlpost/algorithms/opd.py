@@ -47,7 +47,9 @@ class OPD(SDPO):
 
     @property
     def needs(self) -> frozenset[str]:
-        return (super().needs - {"reward"}) | ({"old_logprobs"} if self.advantage_coef else set())
+        if self.advantage_coef:
+            return (super().needs - {"reward", "teacher_distribution"}) | {"old_logprobs"}
+        return super().needs - {"reward"}
 
     @property
     def top_k_needed(self) -> int:

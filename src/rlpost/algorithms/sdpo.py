@@ -33,10 +33,10 @@ class SDPO(CorrectedAlgorithm):
     """Self-distillation policy optimisation (https://arxiv.org/abs/2601.20802).
 
     alpha: 0 KL(teacher‖student), 1 KL(student‖teacher), between Jensen-Shannon. mode: the `full` vocabulary, the
-    `topk` ids of top_k_ids (with their tail as one bucket, or renormalised), or the `sampled` token alone. is_clip:
-    null, or the ceiling of an importance weight against the weights that began the rollout batch. entropy_gate: null,
-    or the teacher's entropy in nats above which KL(teacher‖student) is added: where the teacher is undecided the
-    student stays so too (EOPD, https://arxiv.org/abs/2603.07079).
+    `topk` ids of top_k_ids (with their tail as one bucket, or renormalised), or the `sampled` token alone (alpha 1).
+    is_clip: null, or the ceiling of an importance weight against the weights that began the rollout batch.
+    entropy_gate: null, or the teacher's entropy in nats above which KL(teacher‖student) is added: where the teacher is
+    undecided the student stays so too (EOPD, https://arxiv.org/abs/2603.07079).
     """
 
     name: ClassVar[str] = "sdpo"
@@ -56,6 +56,11 @@ class SDPO(CorrectedAlgorithm):
         yield from self.check_choice("tail", TAILS)
         yield from self.check_number("alpha", 0, 1)
         yield from self.check_number("is_clip", above=True, optional=True)
+        if self.mode == "sampled" and self.alpha != 1:
+            yield (
+                f"algorithm.alpha={self.alpha} is not allowed with algorithm.mode=sampled; the sampled token alone "
+                "tells KL(student‖teacher), so algorithm.alpha=1"
+            )
         wrong = list(self.check_number("entropy_gate", optional=True))
         yield from wrong
         if self.entropy_gate is not None and not wrong and (self.mode == "sampled" or self.alpha == 0):
@@ -70,7 +75,8 @@ class SDPO(CorrectedAlgorithm):
     @property
     def needs(self) -> frozenset[str]:
         old = {"old_logprobs"} if self.is_clip is not None or self.correction is not None else set()
-        return frozenset({"rollout", "reward", "teacher"} | old)
+        distribution = set() if self.mode == "sampled" else {"teacher_distribution"}
+        return frozenset({"rollout", "reward", "teacher"} | distribution | old)
 
     @property
     def top_k_needed(self) -> int:

@@ -117,6 +117,8 @@ def _algorithm_mistakes(config: Config, algorithm: Algorithm, objects: Mapping[s
                 f"algorithm.name={algorithm.name} needs a teacher: choose one of teacher=ema, static, periodic, "
                 "trust_region, external"
             )
+        elif config.teacher.get("url") is not None:
+            yield from _url_mistakes(config, algorithm)
         if config.feedback is None and "feedback" not in objects:
             yield f"algorithm.name={algorithm.name} needs feedback: choose one of feedback=sdpo, golden, opsd, opd"
     elif config.teacher is not None:
@@ -124,6 +126,19 @@ def _algorithm_mistakes(config: Config, algorithm: Algorithm, objects: Mapping[s
     vocabulary = _model_config(config).get("vocab_size")
     if vocabulary and algorithm.top_k_needed > vocabulary:
         yield f"algorithm.top_k={algorithm.top_k_needed} is larger than the model's vocabulary of {vocabulary}"
+
+
+def _url_mistakes(config: Config, algorithm: Algorithm) -> Iterator[str]:
+    """A server scores the sampled tokens alone, and at temperature 1."""
+    url = f"teacher.url={config.teacher['url']}"
+    if "teacher_distribution" in algorithm.needs:
+        yield (
+            f"{url} is not allowed with this algorithm: a server tells the log-probs of the sampled tokens, no whole "
+            "distributions; choose mode=sampled with alpha=1, or of algorithm=opd the advantage (loss_coef=0 "
+            "advantage_coef=1)"
+        )
+    if config.rollout.temperature != 1:
+        yield f"{url} needs rollout.temperature=1, not {config.rollout.temperature}: servers score at temperature 1"
 
 
 def _component_mistakes(config: Config, objects: Mapping[str, Any]) -> Iterator[str]:
