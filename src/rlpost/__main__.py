@@ -21,6 +21,7 @@ rlpost: RL post-training of language models.
   python -m rlpost prepare KIND SRC OUT [--eval-ratio .1] [--seed 42]       make train.jsonl and eval.jsonl
   python -m rlpost eval RUN [group.key=value …]                             evaluate a run's last checkpoint
   python -m rlpost generate RUN PROMPT [PROMPT …]                           sample from a run's last checkpoint
+  python -m rlpost export RUN [--step N] [--tag teacher] [--dtype bf16]     a checkpoint as a Hugging Face directory
 
 recipes:  {recipes}
 groups:   {groups}
@@ -183,12 +184,37 @@ def _generate(arguments: list[str]) -> int:
     return _run(lambda: Trainer.resume(arguments[0]), show)
 
 
+def _export(arguments: list[str]) -> int:
+    import argparse
+
+    parser = argparse.ArgumentParser(
+        prog="rlpost export", description="Write a checkpoint of a run as a Hugging Face directory."
+    )
+    parser.add_argument("run", help="the run's directory")
+    parser.add_argument("--step", type=int, help="of the checkpoint (default: the latest)")
+    parser.add_argument("--tag", default="student", help="student, teacher, …: whose weights (default: %(default)s)")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="default: the one that was trained in")
+    parser.add_argument("--out", help="the directory to write (default: RUN/export, with step and tag where given)")
+    parser.add_argument("--model", help="where config.json and the tokenizer are, if model.path has moved")
+    given = parser.parse_args(arguments)
+    from rlpost.persist import export_checkpoint
+    from rlpost.weights.checkpoint_reader import CheckpointError
+    from rlpost.weights.export import ExportError
+
+    try:
+        print(export_checkpoint(**vars(given)))
+    except (CheckpointError, ExportError, ValueError, OSError) as error:
+        print(f"rlpost export: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
 def _usage(line: str) -> int:
     print(f"usage: python -m rlpost {line}", file=sys.stderr)
     return 2
 
 
-COMMANDS = {"quickstart": _quickstart, "prepare": _prepare, "eval": _eval, "generate": _generate}
+COMMANDS = {"quickstart": _quickstart, "prepare": _prepare, "eval": _eval, "generate": _generate, "export": _export}
 
 if __name__ == "__main__":
     sys.exit(main())

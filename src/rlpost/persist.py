@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlpost.config.compose import ConfigError, config_values, differences, load_saved_config
+from rlpost.config.compose import ConfigError, config_values, differences, load_saved_config, to_config
 from rlpost.config.schema import Config
+from rlpost.observe.metrics import read_metrics
 from rlpost.weights.checkpoint import CheckpointStore, versions
 from rlpost.weights.checkpoint_reader import Checkpoint
 from rlpost.weights.export import save_pretrained
 from rlpost.weights.rank_state import rng_state, set_rng_state
+from rlpost.weights.snapshots import STUDENT
 
 if TYPE_CHECKING:
     from rlpost.assemble import Rooms
 
 log = logging.getLogger(__name__)
 
+EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MOMENTS = ("master", "exp_avg", "exp_avg_sq")
 # A run that goes on may change its length, its logging, its layout, its hyperparameters; not what it is.
 FIXED = (
@@ -75,9 +78,7 @@ def find_checkpoint(config: Config) -> Checkpoint | None:
 
 def _compare(checkpoint: Checkpoint, config: Config) -> None:
     """Say what differs from the run that wrote the checkpoint; ConfigError where it is another run."""
-    if checkpoint.config is None:
-        raise ConfigError([f"{checkpoint.path} holds no configuration: no run of rlpost wrote it"])
-    changed = differences(checkpoint.config, config_values(config))
+    changed = differences(_known_config(checkpoint), config_values(config))
     refused = [
         f"{key} was {old!r} and is now {new!r}"
         for key, (old, new) in changed.items()
@@ -95,6 +96,12 @@ def _compare(checkpoint: Checkpoint, config: Config) -> None:
         old, new = (found.get(package, "not installed") for found in (checkpoint.versions, installed))
         if old != new:
             log.warning("resumed with %s %s (was %s)", package, new, old)
+
+
+def _known_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    if checkpoint.config is None:
+        raise ConfigError([f"{checkpoint.path} holds no configuration: no run of rlpost wrote it"])
+    return checkpoint.config
 
 
 def _moved(old: Any, new: Any) -> bool:
@@ -156,15 +163,66 @@ def export(rooms: Rooms, step: int, directory: str | Path | None) -> Path:
     """Collective: the Hugging Face directory of the current weights."""
     target = Path(directory) if directory is not None else rooms.directory / "export"
     config = rooms.config
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.model.dtype]
-    rewards = [(row["step"], row.get("rollout/reward/mean")) for row in rooms.observer.rows()]
-    card = {
-        "curve": [(step, reward) for step, reward in rewards if reward is not None],
+    dtype = EXPORT_DTYPES[config.model.dtype]
+    card = _card(config, step, rooms.observer.rows())
+    return save_pretrained(target, rooms.policy.hf_tensors(dtype), config.model.path, rooms.tokenizer, dtype, card=card)
+
+
+def export_checkpoint(
+    run: str | Path,
+    step: int | None = None,
+    tag: str = STUDENT,
+    dtype: str | None = None,
+    out: str | Path | None = None,
+    model: str | Path | None = None,
+) -> Path:
+    """The Hugging Face directory of a checkpoint, without its trainer: one process, one tensor in memory at a time.
+
+    step: None is the latest. tag: student, or what else the checkpoint holds (teacher, reference). dtype: fp32 or bf16,
+    None is the one that was trained in. out: default `<run>/export`, with step and tag in its name where given.
+    model: where config.json and the tokenizer are, if not in the run's model.path any more. Raises CheckpointError,
+    ExportError, or ValueError with what there is instead.
+    """
+    from transformers import AutoTokenizer
+
+    store = CheckpointStore(Path(run) / "checkpoints")
+    if not store.steps():
+        raise ValueError(f"{run} holds no checkpoint: {store.directory} has no step_*")
+    checkpoint = store.load("latest" if step is None else step, verify=False)
+    config = to_config(_known_config(checkpoint))
+    kind = "master" if tag == STUDENT else f"tag.{tag}"
+    if kind not in checkpoint.kinds:
+        tags = [STUDENT, *(k.removeprefix("tag.") for k in checkpoint.kinds if k.startswith("tag."))]
+        raise ValueError(f"{checkpoint.path} has no tag {tag!r}. There are: {', '.join(tags)}")
+    source = Path(config.model.path if model is None else model)
+    if not (source / "config.json").is_file():
+        raise ValueError(f"{source} has no config.json: say where the model that was trained is, with --model DIR")
+    checkpoint.check_sums(kind)
+    names = ["export", *([] if step is None else [checkpoint.path.name]), *([] if tag == STUDENT else [tag])]
+    chosen = dtype or config.model.dtype
+    rows = read_metrics(run) if (Path(run) / "metrics.jsonl").is_file() else []
+    card = _card(config, checkpoint.step, rows) | {"weights": tag, "versions": checkpoint.versions}
+    return save_pretrained(
+        Path(out) if out is not None else Path(run) / "-".join(names),
+        checkpoint.tensors(kind).items(),
+        source,
+        AutoTokenizer.from_pretrained(source),
+        EXPORT_DTYPES[chosen],
+        card=card,
+    )
+
+
+def _card(config: Config, step: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the model card tells of a run after `step` steps, by the lines of its metrics."""
+    past = [row for row in rows if row["step"] <= step]
+    last: dict[str, Any] = {}
+    for row in past:
+        last |= row
+    return {
         "recipe": config.run.name,
-        "algorithm": config.algorithm.get("name"),
+        "algorithm": config.algorithm.get("name") or config.algorithm.get("_target_"),
         "data": config.data.train,
         "steps": step,
-        "metrics": rooms.observer.last,
+        "curve": [(row["step"], row["rollout/reward/mean"]) for row in past if "rollout/reward/mean" in row],
+        "metrics": {name: value for name, value in last.items() if name not in ("step", "nonfinite")},
     }
-    save_pretrained(target, rooms.policy.hf_tensors(dtype), config.model.path, rooms.tokenizer, dtype, card=card)
-    return target
