@@ -66,10 +66,10 @@ class ScoringServer:
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:  # noqa: N802 (the name that http.server calls)
+            def do_GET(self) -> None:
                 self._respond(None)
 
-            def do_POST(self) -> None:  # noqa: N802
+            def do_POST(self) -> None:
                 self._respond(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
             def _respond(self, body: Any) -> None:
