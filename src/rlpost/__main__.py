@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rlpost.phases import PhaseError
     from rlpost.trainer import Trainer
 
 HELP = """\
@@ -46,8 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        from rlpost.failures import leave
+        from rlpost.signals import STOPPED
+
         if rank == 0:
-            print("stopped at once; the last checkpoint is intact", file=sys.stderr)
+            print(STOPPED, file=sys.stderr)
+        if "RANK" in os.environ:
+            leave(130)
         return 130
 
 
@@ -95,42 +99,25 @@ def _train(arguments: list[str]) -> int:
         return 0
     from rlpost.trainer import Trainer
 
-    return _run(lambda: Trainer(to_config(composed)), lambda trainer: trainer.fit())
+    config = to_config(composed)
+    directory = Path(config.run.dir) / config.run.name
+    return _run(lambda: Trainer(config), lambda trainer: trainer.fit(), directory)
 
 
-def _run(build: Callable[[], Trainer], use: Callable[[Trainer], object]) -> int:
-    from rlpost.phases import PhaseError
+def _run(build: Callable[[], Trainer], use: Callable[[Trainer], object], directory: Path | None) -> int:
+    """directory: the run's, where the traceback of a failure goes."""
+    from rlpost.failures import PhaseError, leave, report
 
     try:
         trainer = build()
         use(trainer)
         trainer.close()
     except PhaseError as error:
-        _report(error)
+        report(error, directory)
         if "RANK" in os.environ:
-            _leave(1)
+            leave(1)
         return 1
     return 0
-
-
-def _report(error: PhaseError) -> None:
-    """One message for all ranks: from the one that failed. The traceback goes to the run's log where there is one."""
-    logger = logging.getLogger("rlpost")
-    logged = bool(logger.handlers)
-    if logged:
-        logger.error("run failed", exc_info=error)
-    if error.rank == int(os.environ.get("RANK", 0)):
-        where = "The traceback is in the run's log.txt. " if logged else ""
-        said = error.message if error.phase == "start" else f"\n{error}\n{where}What was saved before is intact."
-        print(said, file=sys.stderr)
-
-
-def _leave(code: int) -> None:
-    """Exit without waiting for collectives that a failed rank will never join."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def _quickstart(arguments: list[str]) -> int:
@@ -169,7 +156,7 @@ def _eval(arguments: list[str]) -> int:
 
     if not arguments:
         return _usage("eval RUN [group.key=value …]")
-    return _run(lambda: Trainer.resume(arguments[0], arguments[1:]), show)
+    return _run(lambda: Trainer.resume(arguments[0], arguments[1:]), show, Path(arguments[0]))
 
 
 def _generate(arguments: list[str]) -> int:
@@ -181,7 +168,7 @@ def _generate(arguments: list[str]) -> int:
 
     if len(arguments) < 2:
         return _usage("generate RUN PROMPT [PROMPT …]")
-    return _run(lambda: Trainer.resume(arguments[0]), show)
+    return _run(lambda: Trainer.resume(arguments[0]), show, Path(arguments[0]))
 
 
 def _export(arguments: list[str]) -> int:

@@ -29,11 +29,19 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
-def init_distributed(timeout_s: float = 1800.0) -> None:
+# Of every process group. Only a backstop: the watch-dog's limits of phases (watch.py) are shorter.
+_timeout = timedelta(minutes=30)
+
+
+def init_distributed(timeout_s: float | None = None) -> None:
     """Join the process group that torchrun announces, or make one of a single process (notebooks, tests).
 
-    NCCL with CUDA, gloo without. Does nothing when a group exists already.
+    NCCL with CUDA, gloo without. Does nothing when a group exists already. timeout_s: of collectives, in all groups
+    made from now on.
     """
+    global _timeout
+    if timeout_s is not None:
+        _timeout = timedelta(seconds=timeout_s)
     if dist.is_initialized():
         return
     on_cuda = torch.cuda.is_available()
@@ -43,8 +51,13 @@ def init_distributed(timeout_s: float = 1800.0) -> None:
     if "RANK" not in os.environ:
         # A store in memory needs no free port, so that many single processes can start at once.
         where = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo", timeout=timedelta(seconds=timeout_s), **where)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo", timeout=_timeout, **where)
     atexit.register(_leave)  # NCCL warns of groups that were left standing
+
+
+def gloo_group() -> ProcessGroup:
+    """A group of all ranks that shares nothing with another: for agreement while other groups may hang. Collective."""
+    return dist.new_group(backend="gloo", timeout=_timeout)
 
 
 def _leave() -> None:
@@ -165,6 +178,7 @@ class Mesh:
                 context_parallel_size=parallel.context,
                 expert_model_parallel_size=parallel.expert,
                 expert_tensor_parallel_size=expert_tensor(parallel),
+                distributed_timeout_minutes=math.ceil(_timeout.total_seconds() / 60),
             )
         return cls(
             rank=dist.get_rank(),

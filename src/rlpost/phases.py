@@ -2,19 +2,18 @@
 
 Phases come from the configuration (`conf/phases/*.yaml`). After every phase all ranks meet in one small all-reduce;
 where one rank failed, every rank raises the same `PhaseError`, and nobody waits in a collective that the failed rank
-will never join.
+will never join: what the main thread cannot notice, its watch-dog does (watch.py).
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -22,62 +21,73 @@ import torch.distributed as dist
 
 from rlpost.config.compose import ConfigError
 from rlpost.config.schema import PhaseConfig
+from rlpost.failures import PhaseError, is_communication, peak_bytes, sentence
+from rlpost.parallel import gloo_group
+from rlpost.watch import Watch
 
 log = logging.getLogger(__name__)
 
-ERROR_KEY = "rlpost/error"
-GRACE_SECONDS = 4.0  # for a rank to meet the others' failure by itself, before its watcher ends it
-
-
-class PhaseError(RuntimeError):
-    """One rank's failure, raised on every rank."""
-
-    def __init__(self, rank: int, phase: str, step: int, message: str):
-        self.rank, self.phase, self.step, self.message = rank, phase, step, message
-        super().__init__(f"rank {rank} failed in phase {phase!r} of step {step}: {message}")
+CAUSE_S = 1.5  # for the reason of a broken connection to become known
+LIMIT = "trainer.phase_timeout_s"
 
 
 class Agreement:
-    """How ranks learn of each other's failures and stop requests. World size 1 needs no process group."""
+    """How ranks learn of each other's failures and stop requests.
 
-    def __init__(self) -> None:
+    directory: the run's, for the stacks of a hang. limit_s: of each piece of work (0: none); see `watch.py`.
+    """
+
+    _numbers = count()  # several runs of one job do not read each other's failures
+
+    def __init__(self, directory: Path | None = None, limit_s: float = 0.0) -> None:
         self.distributed = dist.is_initialized() and dist.get_world_size() > 1
         self.rank = dist.get_rank() if self.distributed else 0
+        self.limit_s = limit_s
         self.stop_requested = False
-        self._raised = threading.Event()
+        store: dist.Store = dist.HashStore()
         if self.distributed:
             # A group and a store connection of its own: neither may be used by a collective that hangs.
-            self._group = dist.new_group(backend="gloo")
-            self._store = dist.distributed_c10d._get_default_store()
-            self._watch_store = self._store.clone()
-            threading.Thread(target=self._watch, name="rlpost-watcher", daemon=True).start()
+            self._group = gloo_group()
+            store = dist.distributed_c10d._get_default_store().clone()
+        self.watch = Watch(self.rank, dist.PrefixStore(f"rlpost/{next(self._numbers)}", store), directory)
 
-    def post_failure(self, phase: str, step: int, error: BaseException) -> PhaseError:
-        """Tell the others; the first failure wins."""
-        message = str(error) or type(error).__name__
-        if not isinstance(error, (ValueError, OSError, RuntimeError)):
-            message = f"{type(error).__name__}: {message}"
-        fields = [str(self.rank), phase, str(step), message]
-        if self.distributed:
-            fields = self._store.compare_set(ERROR_KEY, "", "\x1f".join(fields)).decode().split("\x1f", 3)
-        self._raised.set()
-        return _parsed(fields)
+    def post_failure(
+        self, phase: str, step: int, error: BaseException, held: Mapping[str, int] | None = None
+    ) -> PhaseError:
+        """Tell the others; the first failure wins. held: bytes in memory by name, for a lack of it."""
+        cause = self._cause(phase, step) if self.distributed and is_communication(error) else None
+        if cause is None:
+            cause = self.watch.post(PhaseError(self.rank, phase, step, sentence(error, phase, held or {})))
+        self.watch.raised.set()
+        return cause
+
+    def _cause(self, phase: str, step: int) -> PhaseError | None:
+        """Why a connection broke: another rank failed or died."""
+        until = time.monotonic() + CAUSE_S
+        while (found := self.watch.posted() or self.watch.post_lost(phase, step)) is None:
+            if time.monotonic() > until:
+                return None
+            time.sleep(0.02)
+        return found
 
     @contextmanager
-    def guard(self, what: str, step: int) -> Iterator[None]:
-        """Work outside the phases (building, evaluating, saving): a failure in it is every rank's too."""
-        try:
-            yield
-        except (PhaseError, ConfigError):
-            raise  # every rank's already
-        except Exception as error:
-            raise self.post_failure(what, step, error) from error
-
-    def posted(self, store: Any = None) -> PhaseError | None:
-        store = store or self._store
-        if not store.check([ERROR_KEY]):
-            return None
-        return _parsed(store.get(ERROR_KEY).decode().split("\x1f", 3))
+    def guard(
+        self,
+        what: str,
+        step: int,
+        *,
+        limit_s: float | None = None,
+        field: str = LIMIT,
+        held: Callable[[], Mapping[str, int]] = dict,
+    ) -> Iterator[None]:
+        """Work whose failure on this rank is every rank's, and whose time is limited."""
+        with self.watch.during(what, step, self.limit_s if limit_s is None else limit_s, field):
+            try:
+                yield
+            except (PhaseError, ConfigError):
+                raise  # every rank's already
+            except Exception as error:
+                raise self.post_failure(what, step, error, held()) from error
 
     def meet(self, phase_number: int, values: Sequence[float] = ()) -> tuple[bool, list[float]]:
         """All ranks are through the phase: (did anybody ask to stop, the maxima of `values` over ranks)."""
@@ -87,8 +97,8 @@ class Agreement:
         work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         pause = 1e-4
         while not work.is_completed():
-            if pause > 0.01 and (error := self.posted()):
-                self._raised.set()
+            if pause > 0.01 and (error := self.watch.posted()):
+                self.watch.raised.set()
                 raise error
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
@@ -99,26 +109,8 @@ class Agreement:
             )
         return bool(flags[0]), flags[3:].tolist()
 
-    def _watch(self) -> None:
-        """Ends this rank where it hangs in a collective that a failed rank has left."""
-        while not self._raised.is_set():
-            time.sleep(0.5)
-            try:
-                error = self.posted(self._watch_store)
-            except dist.DistError:
-                return  # the store is gone: the launcher is ending this rank
-            if error is None or error.rank == self.rank:
-                continue
-            if not self._raised.wait(GRACE_SECONDS):
-                log.error("ended by another rank's failure: %s", error)
-                logging.shutdown()
-                sys.stdout.flush()
-                os._exit(1)
-
-
-def _parsed(fields: Sequence[str]) -> PhaseError:
-    rank, phase, step, message = fields
-    return PhaseError(int(rank), phase, int(step), message)
+    def close(self) -> None:
+        self.watch.close()
 
 
 class Resident(Protocol):
@@ -178,27 +170,30 @@ class PhaseMachine:
     def run(self, number: int, step: int, work: Any) -> bool:
         """Phase `number` of the plan; true where a rank was asked to stop. Raises PhaseError on all ranks alike."""
         phase = self.phases[number]
-        start, clock = time.time(), time.perf_counter()
-        moved = 0
+        limit = {} if phase.timeout_s is None else {"limit_s": phase.timeout_s, "field": "the phase's timeout_s"}
+        start, clock, moved = time.time(), time.perf_counter(), 0
         for attempt in range(phase.retries + 1):
-            failed = False
-            try:
-                moved += self._move(set(phase.residents))
-                self.handlers[phase.name](work)
-            except PhaseError:
-                raise
-            except Exception as error:
-                if attempt == phase.retries:
-                    raise self.agreement.post_failure(phase.name, step, error) from error
-                log.exception("phase %s of step %d failed, attempt %d", phase.name, step, attempt + 1)
-                failed = True
-            seconds = time.perf_counter() - clock
-            stop, (slowest, any_failed) = self.agreement.meet(number, [seconds, float(failed)])
-            if not any_failed:
-                break
-        resident = sum(self.residents[name].bytes() for name in phase.residents)
-        self.on_report(PhaseReport(phase.name, step, start, slowest, moved, resident, peak_bytes()))
+            with self.agreement.guard(phase.name, step, held=lambda: self._held(phase), **limit):
+                failed = False
+                try:
+                    moved += self._move(set(phase.residents))
+                    self.handlers[phase.name](work)
+                except Exception:
+                    if attempt == phase.retries:
+                        raise
+                    log.exception("phase %s of step %d failed, attempt %d", phase.name, step, attempt + 1)
+                    failed = True
+                seconds = time.perf_counter() - clock
+                stop, (slowest, any_failed) = self.agreement.meet(number, [seconds, float(failed)])
+                if not any_failed:
+                    break
+        with self.agreement.guard(phase.name, step):
+            resident = sum(self._held(phase).values())
+            self.on_report(PhaseReport(phase.name, step, start, slowest, moved, resident, peak_bytes()))
         return stop
+
+    def _held(self, phase: PhaseConfig) -> dict[str, int]:
+        return {name: self.residents[name].bytes() for name in phase.residents}
 
     def _move(self, wanted: set[str]) -> int:
         moved = 0
@@ -210,12 +205,3 @@ class PhaseMachine:
             self.residents[name].onload()
         self.on_device = wanted
         return moved
-
-
-def peak_bytes() -> int:
-    """The highest memory so far: of the device, or of this process on the CPU."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -11,8 +11,6 @@ Every rank of a torchrun job builds the same Trainer and calls the same methods.
 from __future__ import annotations
 
 import logging
-import signal
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -24,6 +22,7 @@ from rlpost.config.checks import check_config
 from rlpost.config.compose import load_config
 from rlpost.config.schema import Config
 from rlpost.phases import Agreement
+from rlpost.signals import StopOnSignal
 from rlpost.types import Sample
 
 if TYPE_CHECKING:
@@ -38,6 +37,8 @@ RESIDENTS = (
     *("policy.weights", "policy.gradients", "policy.optimizer", "engine.weights", "engine.kv_cache"),
     *("critic.weights", "critic.gradients", "critic.optimizer"),
 )
+GROUP_MARGIN_S = 300.0  # the time limit of collectives is longer than any phase's: it would not say which rank hangs
+UNLIMITED_S = 7 * 86400.0
 
 
 @dataclass
@@ -87,8 +88,9 @@ class Trainer:
         from rlpost.parallel import init_distributed
         from rlpost.persist import find_checkpoint, restore_checkpoint, run_directory
 
-        init_distributed()
-        agreement = Agreement()
+        limits = [config.trainer.phase_timeout_s, *(p.timeout_s for p in config.phases if p.timeout_s is not None)]
+        init_distributed(max(limits) + GROUP_MARGIN_S if all(limits) else UNLIMITED_S)
+        agreement = Agreement(run_directory(config), config.trainer.phase_timeout_s)
         self.config = config
         with agreement.guard("start", 0):
             checkpoint = find_checkpoint(config)
@@ -130,12 +132,12 @@ class Trainer:
         last = self.config.trainer.steps if steps is None else self.step_number + steps
         with self._signals():
             if self.step_number == 0 and self.config.trainer.eval_at_start:
-                self.evaluate()
+                self._evaluate_in_between()
             self.rooms.observer.say(f"training from step {self.step_number} to {last}")
             while self.step_number < last and not self._stopping:
                 self.step()
                 if self._due(self.config.trainer.eval_every) and self.step_number < last:
-                    self.evaluate()
+                    self._evaluate_in_between()
                 if self._due(self.config.trainer.save_every) and self.step_number < last:
                     self._save(background=self.config.trainer.async_save)
             self.save()
@@ -144,7 +146,8 @@ class Trainer:
                 return self
             self.evaluate()
             self.save_pretrained()
-            self.rooms.observer.finish(plots=self.config.trainer.plots)
+            with self._guard("record"):
+                self.rooms.observer.finish(plots=self.config.trainer.plots)
         return self
 
     def step(self) -> dict[str, float]:
@@ -166,9 +169,10 @@ class Trainer:
                 return {}
             self._stopping |= stop
         self.step_number += 1
-        self.last_metrics = self.rooms.observer.step_done(
-            self.step_number, work.samples, work.metrics, time.perf_counter() - start
-        )
+        with self._guard("record"):
+            self.last_metrics = self.rooms.observer.step_done(
+                self.step_number, work.samples, work.metrics, time.perf_counter() - start
+            )
         self._heed_guards()
         return self.last_metrics
 
@@ -194,7 +198,8 @@ class Trainer:
         """Log-probs of each response's tokens under the trained model, at the rollout temperature."""
         from rlpost.evaluate import score
 
-        return score(self.rooms, prompts, responses)
+        with self._guard("score"):
+            return score(self.rooms, prompts, responses)
 
     def plot(self) -> Any:
         """The curves so far as a matplotlib figure (and as PNG files under plots/)."""
@@ -220,6 +225,7 @@ class Trainer:
     def close(self) -> None:
         """Give back the engine and close the logs."""
         self.rooms.close()
+        self.rooms.agreement.close()
 
     # The phases, in the order of a step.
 
@@ -331,6 +337,12 @@ class Trainer:
 
     # What the phases lean on.
 
+    def _evaluate_in_between(self) -> None:
+        """An evaluation may be long: a stop request does not wait for another phase after it."""
+        self.evaluate()
+        with self._guard("evaluate"):
+            self._stopping |= self.rooms.agreement.meet(len(self.rooms.machine.phases))[0]
+
     def _publish_now(self, step: int, metrics: dict[str, float]) -> None:
         self.rooms.start_engine()
         metrics |= self.rooms.publisher.publish()
@@ -363,34 +375,10 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return every > 0 and self.step_number % every == 0
 
-    def _signals(self) -> _StopOnSignal:
-        return _StopOnSignal(self.rooms.agreement)
+    def _signals(self) -> StopOnSignal:
+        return StopOnSignal(self.rooms.agreement)
 
 
 def _means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Of the metrics of a step's updates."""
     return {name: sum(step[name] for step in steps) / len(steps) for name in (steps[0] if steps else ())}
-
-
-class _StopOnSignal:
-    """Ctrl-C or SIGTERM: finish the phase, save, exit. A second one stops at once."""
-
-    def __init__(self, agreement: Any):
-        self.agreement = agreement
-        self._former: dict[int, Any] = {}
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return  # Python gives signals to the main thread alone
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._former[number] = signal.signal(number, self._on_signal)
-
-    def __exit__(self, *exc: object) -> None:
-        for number, handler in self._former.items():
-            signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: Any) -> None:
-        if self.agreement.stop_requested:
-            raise KeyboardInterrupt
-        self.agreement.stop_requested = True
-        log.warning("%s: finishing the phase, then saving; once more to stop at once", signal.Signals(number).name)

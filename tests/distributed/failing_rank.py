@@ -7,7 +7,8 @@ import torch.distributed as dist
 from launch import say
 
 from rlpost.config.schema import PhaseConfig
-from rlpost.phases import Agreement, PhaseError, PhaseMachine
+from rlpost.failures import PhaseError
+from rlpost.phases import Agreement, PhaseMachine
 
 
 def main(where: str) -> None:

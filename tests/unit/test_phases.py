@@ -3,7 +3,8 @@
 import pytest
 
 from rlpost.config.schema import PhaseConfig
-from rlpost.phases import Agreement, PhaseError, PhaseMachine
+from rlpost.failures import PhaseError
+from rlpost.phases import Agreement, PhaseMachine
 
 
 class Recorded:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rlpost.config.compose import ConfigError
-from rlpost.config.schema import Config
+from rlpost.config.schema import Config, CriticConfig, ParallelConfig
 
 if TYPE_CHECKING:
     from rlpost.algorithms.base import Algorithm
@@ -25,12 +26,14 @@ CHOICES = {
     "data.last_batch": ("wrap", "drop", "keep"),
     "train.recompute": ("none", "selective", "full"),
     "optim.schedule": ("constant", "linear", "cosine"),
+    "critic.schedule": ("constant", "linear", "cosine"),
     "publish.verify": ("off", "first", "always"),
     "guards.action": ("off", "warn", "stop"),
 }
 AT_LEAST = {
     "trainer.steps": 1,
     "trainer.keep": 1,
+    "trainer.phase_timeout_s": 0,
     "rollout.prompts_per_step": 1,
     "rollout.samples_per_prompt": 1,
     "rollout.max_response_tokens": 1,
@@ -50,11 +53,16 @@ AT_LEAST = {
     "parallel.expert": 1,
     "optim.lr": 0,
     "optim.clip_grad": 0,
+    "critic.lr": 0,
+    "critic.clip_grad": 0,
+    "critic.alone_steps": 0,
 }
 # What each phase needs to have run before it in the same step.
 AFTER = {
     "judge": "rollout",
     "prepare": None,
+    "values": "prepare",
+    "critic": "values",
     "teach": "prepare",
     "train": "prepare",
     "teacher_update": "train",
@@ -88,6 +96,7 @@ def _mistakes(config: Config, objects: Mapping[str, Any]) -> Iterator[str]:
         yield from str(error).splitlines()
     else:
         yield from _algorithm_mistakes(config, algorithm, objects)
+        yield from _critic_mistakes(config, algorithm)
         yield from _phase_mistakes(config, algorithm)
 
 
@@ -123,7 +132,7 @@ def _algorithm_mistakes(config: Config, algorithm: Algorithm, objects: Mapping[s
             yield f"algorithm.name={algorithm.name} needs feedback: choose one of feedback=sdpo, golden, opsd, opd"
     elif config.teacher is not None:
         yield f"teacher is set, but algorithm.name={algorithm.name} has no use for one: choose teacher=none"
-    vocabulary = _model_config(config).get("vocab_size")
+    vocabulary = _model_config(config.model.path).get("vocab_size")
     if vocabulary and algorithm.top_k_needed > vocabulary:
         yield f"algorithm.top_k={algorithm.top_k_needed} is larger than the model's vocabulary of {vocabulary}"
 
@@ -139,6 +148,36 @@ def _url_mistakes(config: Config, algorithm: Algorithm) -> Iterator[str]:
         )
     if config.rollout.temperature != 1:
         yield f"{url} needs rollout.temperature=1, not {config.rollout.temperature}: servers score at temperature 1"
+
+
+def _critic_mistakes(config: Config, algorithm: Algorithm) -> Iterator[str]:
+    names = [phase.name for phase in config.phases]
+    if "values" not in algorithm.needs:
+        for phase in config.phases:
+            if phase.name in ("values", "critic") or any(r.startswith("critic.") for r in phase.residents):
+                yield f"phase {phase.name!r} needs a critic, but algorithm.name={algorithm.name} has none: change phases"
+        if replace(config.critic, betas=tuple(config.critic.betas)) != CriticConfig():  # YAML has lists
+            yield f"critic is set, but algorithm.name={algorithm.name} has no use for one: choose algorithm=ppo"
+        return
+    if {"values", "train"} <= set(names) and names.index("train") < names.index("values"):
+        yield "phase 'train' stands before 'values', which its advantages need: change the order in phases"
+    if 0 < config.trainer.steps <= config.critic.alone_steps:
+        yield (
+            f"critic.alone_steps={config.critic.alone_steps} leaves no step for the policy: it must be below "
+            f"trainer.steps={config.trainer.steps}"
+        )
+    if config.critic.path is None:
+        return
+    if not (Path(config.critic.path) / "config.json").is_file():
+        yield f"critic.path={config.critic.path} has no config.json: give a Hugging Face directory, or null"
+        return
+    policy, critic = _model_config(config.model.path), _model_config(config.critic.path)
+    if policy and policy.get("vocab_size") != critic.get("vocab_size"):
+        yield (
+            f"critic.path={config.critic.path} has a vocabulary of {critic.get('vocab_size')}, the policy one of "
+            f"{policy.get('vocab_size')}: both read the same tokens"
+        )
+    yield from _cut_mistakes(config.parallel, "the critic", critic)
 
 
 def _component_mistakes(config: Config, objects: Mapping[str, Any]) -> Iterator[str]:
@@ -183,23 +222,28 @@ def _parallel_mistakes(config: Config) -> Iterator[str]:
             check_layout(p, world)
         except ValueError as error:
             yield str(error)
+    yield from _cut_mistakes(p, "the model", _model_config(config.model.path))
+
+
+def _cut_mistakes(p: ParallelConfig, who: str, model: Mapping[str, Any]) -> Iterator[str]:
+    """How the layout and the shape of a model do not fit. model: its config.json, empty where it is not here yet."""
     chunks = p.pipeline * (p.virtual_pipeline or 1)
-    layers = _model_config(config).get("num_hidden_layers")
+    layers = model.get("num_hidden_layers")
     if layers and chunks > 0 and layers % chunks:
         yield (
             f"parallel.pipeline={p.pipeline} × parallel.virtual_pipeline={p.virtual_pipeline or 1} = {chunks} does not "
-            f"divide the model's {layers} layers"
+            f"divide {who}'s {layers} layers"
         )
-    experts = _model_config(config).get("num_experts") or _model_config(config).get("num_local_experts")
+    experts = model.get("num_experts") or model.get("num_local_experts")
     if p.expert > 1 and not experts:
-        yield f"parallel.expert={p.expert}: the model has no experts"
+        yield f"parallel.expert={p.expert}: {who} has no experts"
     elif experts and p.expert > 0 and experts % p.expert:
-        yield f"parallel.expert={p.expert} does not divide the model's {experts} experts"
+        yield f"parallel.expert={p.expert} does not divide {who}'s {experts} experts"
     if experts and p.tensor > 1 and not p.sequence:
-        yield f"parallel.tensor={p.tensor} needs parallel.sequence=true where the model has experts"
-    width = _model_config(config).get("intermediate_size")
+        yield f"parallel.tensor={p.tensor} needs parallel.sequence=true where {who} has experts"
+    width = model.get("intermediate_size")
     if width and width % p.tensor:
-        yield f"parallel.tensor={p.tensor} does not divide the model's intermediate_size={width}"
+        yield f"parallel.tensor={p.tensor} does not divide {who}'s intermediate_size={width}"
 
 
 def _file_mistakes(config: Config, objects: Mapping[str, Any]) -> Iterator[str]:
@@ -232,7 +276,7 @@ def _phase_mistakes(config: Config, algorithm: Algorithm) -> Iterator[str]:
 
     names = [phase.name for phase in config.phases]
     if not names:
-        yield "phases is empty: choose phases=sdpo, phases=grpo or phases=sft"
+        yield "phases is empty: choose phases=sdpo, phases=grpo, phases=ppo or phases=sft"
     for i, phase in enumerate(config.phases):
         if phase.name not in PHASES:
             yield f"phases has no phase {phase.name!r}. There are: {', '.join(PHASES)}"
@@ -240,6 +284,8 @@ def _phase_mistakes(config: Config, algorithm: Algorithm) -> Iterator[str]:
             yield f"phase {phase.name!r} stands before {needed!r}, which it needs: change the order in phases"
         if phase.retries and phase.name not in ("rollout", "judge"):
             yield f"phase {phase.name!r} has retries={phase.retries}; only rollout and judge can be repeated"
+        if phase.timeout_s is not None and phase.timeout_s < 0:
+            yield f"phase {phase.name!r} has timeout_s={phase.timeout_s}; it is at least 0 (0: without a limit)"
         for resident in phase.residents:
             if resident not in RESIDENTS:
                 yield f"phase {phase.name!r} has no resident {resident!r}. There are: {', '.join(RESIDENTS)}"
@@ -247,7 +293,7 @@ def _phase_mistakes(config: Config, algorithm: Algorithm) -> Iterator[str]:
     if doubled:
         yield f"phases names {', '.join(doubled)} more than once"
     needs = {"rollout", "judge", "publish"} if "rollout" in algorithm.needs else {"read"}
-    needs |= {"prepare", "train"}
+    needs |= {"prepare", "train"} | ({"values", "critic"} if "values" in algorithm.needs else set())
     if "teacher" in algorithm.needs:
         needs.add("teach")
         if config.teacher and config.teacher.get("update", "ema") in ("ema", "periodic"):
@@ -257,8 +303,8 @@ def _phase_mistakes(config: Config, algorithm: Algorithm) -> Iterator[str]:
         yield f"phases lacks {', '.join(missing)}, which algorithm.name={algorithm.name} needs: choose another phases=…"
 
 
-def _model_config(config: Config) -> dict[str, Any]:
-    path = Path(config.model.path) / "config.json"
+def _model_config(directory: str) -> dict[str, Any]:
+    path = Path(directory) / "config.json"
     return json.loads(path.read_text()) if path.is_file() else {}
 
 

@@ -29,6 +29,8 @@ class TrainerConfig:
     async_save: bool = False  # save_every copies to host memory and goes on; a thread of each rank writes meanwhile
     resume: str = "auto"  # auto | never | a checkpoint or run directory
     plots: bool = True
+    # A phase, a save, an evaluation that takes longer ends the run and leaves every rank's stacks; 0: never.
+    phase_timeout_s: float = 3600.0
 
 
 @dataclass
@@ -153,6 +155,7 @@ class GuardsConfig:
 class PhaseConfig:
     name: str = MISSING
     residents: list[str] = field(default_factory=list)  # what must be on the device meanwhile
+    timeout_s: float | None = None  # null: trainer.phase_timeout_s
     retries: int = 0  # on all ranks together; only for rollout and judge, which keep nothing of a failed try
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlpost.parallel import all_gather_objects
+from rlpost.parallel import all_gather_objects, gloo_group
 from rlpost.policy.protocol import Policy
 from rlpost.rollout.engine import Engine
 from rlpost.weights.buckets import iter_buckets, tensor_digest
@@ -57,7 +57,7 @@ class Publisher:
         self.version = 0
         self._checked = self._verified = False
         # Agreement must not share a group with the policy's collectives, nor need a GPU.
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() and dist.get_world_size() > 1 else None
+        self._group = gloo_group() if dist.is_initialized() and dist.get_world_size() > 1 else None
 
     def publish(self) -> dict[str, float]:
         """Pause all engines, send every tensor, and commit `version + 1` everywhere. Collective.

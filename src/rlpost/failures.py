@@ -1,0 +1,151 @@
+"""What a person reads when a run fails: one sentence, and the file that holds the traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+# What uses less memory, by the phase in which it ran out.
+TRAINING = (
+    "lower train.max_tokens_per_micro_batch or model.head_chunk_tokens, set train.recompute=full, "
+    "or raise parallel.tensor"
+)
+SAMPLING = "lower engine.max_batch, rollout.max_response_tokens or engine.memory_fraction"
+STARTING = "raise parallel.tensor or parallel.pipeline, set model.dtype=bf16, or take a smaller model"
+LOWER = {
+    "start": STARTING,
+    **dict.fromkeys(("rollout", "evaluate", "generate"), SAMPLING),
+    "publish": f"lower publish.bucket_bytes, or {SAMPLING}",
+    "judge": "lower reward.workers, or give the reward less to do",
+    **dict.fromkeys(("save", "export"), "take more host memory, or set trainer.async_save=false"),
+}
+
+
+class PhaseError(RuntimeError):
+    """One rank's failure, raised on every rank. reporter: the rank that tells the person."""
+
+    def __init__(self, rank: int, phase: str, step: int, message: str, reporter: int | None = None):
+        self.rank, self.phase, self.step, self.message = rank, phase, step, message
+        self.reporter = rank if reporter is None else reporter
+        super().__init__(f"rank {rank} failed in phase {phase!r} of step {step}: {message}")
+
+    def encode(self) -> str:
+        return json.dumps([self.rank, self.phase, self.step, self.message, self.reporter])
+
+    @classmethod
+    def decode(cls, text: str | bytes) -> PhaseError:
+        return cls(*json.loads(text))
+
+
+def sentence(error: BaseException, phase: str, held: Mapping[str, int]) -> str:
+    """The failure in words. held: bytes of what the phase keeps in memory, by name."""
+    if is_out_of_memory(error):
+        return _out_of_memory(error, phase, held)
+    message = str(error) or type(error).__name__
+    if is_communication(error):
+        return f"the other ranks cannot be reached: {message.splitlines()[0]}"
+    if not isinstance(error, (ValueError, OSError, RuntimeError)):
+        message = f"{type(error).__name__}: {message}"
+    return message
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Of the device, or of the host: Python and torch's CPU allocator say it in different ways."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(
+        words in str(error) for words in ("can't allocate memory", "not enough memory", "Cannot allocate memory")
+    )
+
+
+def is_communication(error: BaseException) -> bool:
+    """An error of the process group, as other ranks' deaths cause it."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo/", "NCCL", "TCPStore"))
+    )
+
+
+def _out_of_memory(error: BaseException, phase: str, held: Mapping[str, int]) -> str:
+    where, total = "the host", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if isinstance(error, torch.OutOfMemoryError):
+        where, total = "the GPU", torch.cuda.mem_get_info()[1]
+    facts = [f"{size(peak_bytes())} used at the peak, {where} has {size(total)}"]
+    if held:
+        facts.append("the phase holds " + ", ".join(f"{name} {size(count)}" for name, count in held.items()))
+    if wanted := re.search(r"[Tt]ried to allocate ([\d.]+) ?(\w*)", str(error)):
+        count, unit = wanted.groups()
+        facts.insert(0, f"{size(float(count)) if unit == 'bytes' else f'{count} {unit}'} more wanted")
+    return f"out of memory ({'; '.join(facts)}): {LOWER.get(phase, TRAINING)}"
+
+
+def size(count: float) -> str:
+    """Bytes for people: 1.5 GiB."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count:.0f} bytes"
+
+
+def peak_bytes() -> int:
+    """The highest memory so far: of the device, or of this process on the CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def report(error: PhaseError, directory: Path | None) -> None:
+    """The traceback to `<run>/log.txt` (of every rank), the sentence to the terminal (from one rank) and to torchrun,
+    whose summary ends with it."""
+    rank = int(os.environ.get("RANK", 0))
+    kept = _keep_traceback(error, rank, directory)
+    text = error.message if error.phase == "start" else str(error)
+    if error.reporter == rank:
+        whole = "" if kept else "".join(traceback.format_exception(error))
+        where = f"The traceback is in {kept}. " if kept else ""
+        # One write: lines of several ranks must not mix.
+        os.write(2, f"{whole}\n{text}\n{where}What was saved before is intact.\n".encode())
+    tell_launcher(text, error.reporter == rank)
+
+
+def _keep_traceback(error: PhaseError, rank: int, directory: Path | None) -> Path | None:
+    """The file, or None where nothing can be written (the disk may be full: that may be the failure)."""
+    if directory is None:
+        return None
+    lines = traceback.format_exception(error)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with open(directory / "log.txt", "a", encoding="utf-8") as log:
+            log.write(f"[rank {rank}] {time.strftime('%Y-%m-%d %H:%M:%S')} the run failed\n{''.join(lines)}")
+    except OSError:
+        return None
+    return directory / "log.txt"
+
+
+def tell_launcher(text: str, mine: bool) -> None:
+    """torchrun shows what stands in this file; its root cause is the first failure by time, so others come later."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    shown = text if mine else "ended by another rank's failure, see there"
+    try:
+        Path(path).write_text(json.dumps({"message": shown, "timestamp": int(time.time()) + (0 if mine else 5)}))
+    except OSError as problem:
+        print(f"rlpost: torchrun is not told of the failure: {problem}", file=sys.stderr)
+
+
+def leave(code: int) -> None:
+    """End now, without waiting for collectives that a failed rank will never join."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
