@@ -9,6 +9,8 @@ ALGORITHMS = {
     "grpo": ["algorithm=grpo", "phases=grpo", "train.updates_per_rollout=2", "algorithm.kl_loss_coef=0.1"],
     # The KL is in returns that are whitened over the step: sums over ranks before the loss.
     "reinforce_pp": ["algorithm=reinforce_pp", "phases=grpo", "algorithm.kl_coef=0.1", "rollout.filter=nonzero_std"],
+    # The values of a second model are in advantages that are whitened over the step.
+    "ppo": ["algorithm=ppo", "phases=ppo", "algorithm.kl_coef=0.1", "critic.lr=1e-2", "critic.eps=1e-3"],
     "blend": [
         *SDPO,
         "algorithm=blend",

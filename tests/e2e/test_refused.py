@@ -120,6 +120,40 @@ REFUSED = {
         "algorithm.advantage=no.such.fn",
     ),
     "phases without the teacher's": ("sdpo", ["phases=grpo"], "phases lacks teach, teacher_update"),
+    "PPO without its phases": ("ppo", ["phases=grpo"], "phases lacks values, critic"),
+    "a critic's phases without one": ("grpo", ["phases=ppo"], "phase 'values' needs a critic"),
+    "a critic's settings without one": (
+        "grpo",
+        ["critic.lr=1e-4"],
+        "critic is set, but algorithm.name=grpo has no use for one",
+    ),
+    "PPO with a group's advantage": (
+        "ppo",
+        ["algorithm.advantage=rloo"],
+        "algorithm.advantage=rloo is not allowed; allowed are gae",
+    ),
+    "PPO with both KLs": ("ppo", ["algorithm.kl_loss_coef=0.1"], "are not allowed together"),
+    "PPO in a blend": (
+        "sdpo",
+        [*BLEND, "algorithm.grpo.name=ppo"],
+        "algorithm.grpo.name=ppo is not allowed in a blend",
+    ),
+    "a critic that leaves the policy no step": (
+        "ppo",
+        ["critic.alone_steps=2"],
+        "critic.alone_steps=2 leaves no step for the policy",
+    ),
+    "a critic that is not there": (
+        "ppo",
+        ["critic.path=/no/such/model"],
+        "critic.path=/no/such/model has no config.json",
+    ),
+    "an unknown schedule of the critic": (
+        "ppo",
+        ["critic.schedule=step"],
+        "critic.schedule=step is not allowed; allowed are constant, linear, cosine",
+    ),
+    "a bound on values of nothing": ("ppo", ["algorithm.value_clip=0"], "algorithm.value_clip=0 is not allowed"),
     "an unknown guard": (
         "grpo",
         ["guards.action=shout"],
@@ -136,6 +170,17 @@ def test_refused(name, tiny, tmp_path, monkeypatch):
     with pytest.raises(ConfigError) as error:
         check_config(load_config(None, [*given, *overrides]))
     assert said in str(error.value)
+
+
+def test_ppo_trains_after_its_values_are_known(tiny, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    config = load_config(None, command(tiny, tmp_path, "ppo"))
+    check_config(config)
+    train = next(phase for phase in config.phases if phase.name == "train")
+    config.phases.remove(train)
+    config.phases.insert(3, train)
+    with pytest.raises(ConfigError, match="phase 'train' stands before 'values', which its advantages need"):
+        check_config(config)
 
 
 def _withdrawn(given: str, overrides: list[str]) -> bool:

@@ -375,7 +375,7 @@ def test_needs(cfg, needs):
 
 def test_group_relative():
     alone = {name for name in ALGORITHMS if not build_algorithm({"name": name}).group_relative}
-    assert alone == {"reinforce", "reinforce_pp", "opd", "sdpo", "sft"}
+    assert alone == {"reinforce", "reinforce_pp", "ppo", "opd", "sdpo", "sft"}
     assert not build_algorithm({"name": "grpo", "advantage": "reinforce"}).group_relative
 
 

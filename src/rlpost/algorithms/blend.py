@@ -40,6 +40,8 @@ class Blend(Algorithm):
                 yield f"algorithm.{name}.reduction is not allowed; both parts share algorithm.reduction"
             try:
                 self.parts.append(build_algorithm({"name": name, **given, "reduction": self.reduction}))
+                if "values" in self.parts[-1].needs:
+                    yield f"algorithm.{name}.name={self.parts[-1].name} is not allowed in a blend, which has no critic"
             except ValueError as error:
                 lines = (line.replace("algorithm", f"algorithm.{name}", 1) for line in str(error).splitlines())
                 yield from (line for line in lines if ".reduction=" not in line)

@@ -155,7 +155,7 @@ def _critic_mistakes(config: Config, algorithm: Algorithm) -> Iterator[str]:
     if "values" not in algorithm.needs:
         for phase in config.phases:
             if phase.name in ("values", "critic") or any(r.startswith("critic.") for r in phase.residents):
-                yield f"phase {phase.name!r} needs a critic, but algorithm.name={algorithm.name} has none: change phases"
+                yield f"phase {phase.name!r} needs a critic; algorithm.name={algorithm.name} has none: change phases"
         if replace(config.critic, betas=tuple(config.critic.betas)) != CriticConfig():  # YAML has lists
             yield f"critic is set, but algorithm.name={algorithm.name} has no use for one: choose algorithm=ppo"
         return
