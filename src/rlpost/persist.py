@@ -15,7 +15,7 @@ from rlpost.config.compose import ConfigError, config_values, differences, load_
 from rlpost.config.schema import Config
 from rlpost.observe.metrics import read_metrics
 from rlpost.weights.checkpoint import CheckpointStore, versions
-from rlpost.weights.checkpoint_reader import Checkpoint
+from rlpost.weights.checkpoint_reader import Checkpoint, CheckpointError
 from rlpost.weights.export import save_pretrained
 from rlpost.weights.rank_state import rng_state, set_rng_state
 from rlpost.weights.snapshots import STUDENT
@@ -100,7 +100,7 @@ def _compare(checkpoint: Checkpoint, config: Config) -> None:
 
 def _known_config(checkpoint: Checkpoint) -> dict[str, Any]:
     if checkpoint.config is None:
-        raise ConfigError([f"{checkpoint.path} holds no configuration: no run of rlpost wrote it"])
+        raise CheckpointError(f"{checkpoint.path} holds no configuration: an earlier rlpost wrote it")
     return checkpoint.config
 
 
