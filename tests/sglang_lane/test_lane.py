@@ -59,7 +59,6 @@ def test_an_engine_agrees_with_transformers_through_its_whole_life(model_path):
         assert figures[name] < 2e-5, figures
 
 
-def test_a_dead_engine_is_a_clear_error_and_leaves_nothing(model_path):
 def test_sglang_loads_an_export_and_scores_alike(model_path, tmp_path):
     program = [str(PROGRAMS / "exported.py"), model_path, str(tmp_path / "export")]
     environment = ENVIRONMENT | {"SGLANG_USE_CPU_ENGINE": "1"}
@@ -67,14 +66,7 @@ def test_sglang_loads_an_export_and_scores_alike(model_path, tmp_path):
     assert figures["shards"] > 1 and figures["gap"] < 2e-5, figures
 
 
-@pytest.mark.parametrize("model_path", ["qwen3"], indirect=True)
-def test_its_http_server_is_a_teacher(model_path):
-    tiny_tokenizer().save_pretrained(model_path)
-    program = [str(PROGRAMS / "teacher_server.py"), model_path]
-    figures = measured(run_python(program, timeout=300, env=ENVIRONMENT))
-    assert figures["scored"] < 2e-5 and figures["sequences"] == 4, figures
-
-
+def test_a_dead_engine_is_a_clear_error_and_leaves_nothing(model_path):
     figures = measured(run_python([str(PROGRAMS / "death.py"), model_path], timeout=300, env=ENVIRONMENT))
     assert figures["noticed_s"] < 10
 
