@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -204,4 +205,6 @@ def _usage(line: str) -> int:
 COMMANDS = {"quickstart": _quickstart, "prepare": _prepare, "eval": _eval, "generate": _generate, "export": _export}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    gc.freeze()  # else the interpreter looks for garbage in all of Megatron and torch as it ends: two seconds
+    sys.exit(code)
