@@ -7,6 +7,7 @@ import inspect
 import logging
 import math
 import numbers
+import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from rlpost.imports import check_keywords, resolve
 from rlpost.rewards import RewardResult
 from rlpost.rewards.choice import Choice
 from rlpost.rewards.exact import Exact
+from rlpost.rewards.processes import ProcessPool
 from rlpost.rewards.shaping import Length, Overlong
 from rlpost.rewards.workers import run_all
 from rlpost.types import Sample
@@ -29,7 +31,7 @@ BUILTIN: dict[str, Callable[..., Any]] = {"choice": Choice, "exact": Exact, "len
 GROUP_PARAMETERS = ("group", "samples")  # a function whose first parameter is so called scores whole groups
 
 
-JUDGE_OPTIONS = ("timeout", "on_error", "workers")
+JUDGE_OPTIONS = ("timeout", "on_error", "workers", "isolate")
 
 
 class RewardError(RuntimeError):
@@ -113,7 +115,7 @@ def _takes_group(fn: Callable[..., Any]) -> bool:
 
 
 def build_judge(spec: Any, *, feedback: EnvironmentFeedback | None = None) -> Judge:
-    """The judge of a configuration: rewards, and `timeout`, `on_error`, `workers` beside them."""
+    """The judge of a configuration: rewards, and `timeout`, `on_error`, `workers`, `isolate` beside them."""
     options = {key: spec[key] for key in JUDGE_OPTIONS if key in spec} if isinstance(spec, Mapping) else {}
     return Judge(spec, feedback=feedback, **options)
 
@@ -122,7 +124,8 @@ class Judge:
     """Gives every sample its reward, feedback and format_ok.
 
     reward: what `build_reward` takes or returned. timeout: seconds for each call. on_error: the reward where one
-    raises, takes too long or returns no finite number (counted), or "raise". workers: calls at once.
+    raises, takes too long or returns no finite number (counted), or "raise". workers: calls at once. isolate: in
+    processes instead of threads, for a reward that may crash or never give the interpreter back; it must be importable.
     feedback: a strategy whose `record` hears of each sample's result.
     """
 
@@ -133,6 +136,7 @@ class Judge:
         timeout: float = 60.0,
         on_error: float | str = 0.0,
         workers: int = 8,
+        isolate: bool = False,
         feedback: EnvironmentFeedback | None = None,
     ):
         if on_error != "raise" and (isinstance(on_error, str) or not math.isfinite(on_error)):
@@ -140,7 +144,12 @@ class Judge:
         if timeout <= 0 or workers < 1:
             raise ValueError(f"reward.timeout={timeout} and reward.workers={workers}: above 0, and at least 1")
         self.rewards = build_reward(reward)
-        self.timeout, self.on_error, self.workers, self.feedback = timeout, on_error, workers, feedback
+        self.timeout, self.on_error, self.feedback = timeout, on_error, feedback
+        self._run_all = functools.partial(run_all, workers=workers)
+        if isolate:
+            for one in self.rewards:
+                _check_travels(one)
+            self._run_all = ProcessPool(workers).run_all
 
     def score(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Scores whole groups (by group_id). Returns `reward/errors` and `reward/timeouts`, and per error reason the
@@ -155,7 +164,7 @@ class Judge:
         units = _groups(samples) if reward.group else [[i] for i in range(len(samples))]
         calls = [self._call(reward, [samples[i] for i in unit]) for unit in units]
         results: list[RewardResult] = [RewardResult(0.0)] * len(samples)
-        for unit, outcome in zip(units, run_all(calls, self.timeout, self.workers)):
+        for unit, outcome in zip(units, self._run_all(calls, self.timeout)):
             values = outcome if reward.group and not isinstance(outcome, Exception) else [outcome] * len(unit)
             if not isinstance(values, Sequence) or len(values) != len(unit):
                 error = TypeError(f"a group reward returns a list of {len(unit)} results, not {values!r:.80}")
@@ -194,6 +203,15 @@ class Judge:
         sample.format_ok = all(formats) if formats else None
         if self.feedback is not None:
             self.feedback.record(sample, RewardResult(sample.reward, sample.feedback, sample.format_ok))
+
+
+def _check_travels(reward: Reward) -> None:
+    try:
+        pickle.dumps(reward.fn)
+    except Exception as error:  # pickle raises what it likes
+        raise ValueError(
+            f"reward.isolate=true is not allowed with {reward.name!r}, which other processes cannot import: {error}"
+        ) from error
 
 
 def _groups(samples: Sequence[Sample]) -> list[list[int]]:

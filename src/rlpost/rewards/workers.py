@@ -15,9 +15,15 @@ async def _awaited(value: Any) -> Any:
     return await value
 
 
-def _run(call: Callable[[], Any]) -> Any:
-    value = call()
-    return asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
+def answer(call: Callable[[], Any]) -> Any:
+    """The call's result (awaited where it is a coroutine), or the exception that it raised."""
+    try:
+        value = call()
+        return asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
+    except Exception as error:  # whatever a user's reward raises is its result here
+        return error
+    except BaseException as error:  # sys.exit() in a reward ends neither the thread in silence nor the run
+        return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def run_all(calls: Sequence[Callable[[], Any]], timeout: float, workers: int) -> list[Any]:
@@ -25,7 +31,8 @@ def run_all(calls: Sequence[Callable[[], Any]], timeout: float, workers: int) ->
 
     Calls may be sync or return an awaitable. One that hangs is left behind in a daemon thread, which neither holds up
     the others nor the end of the process; its late result is nobody's. A call that never gives the interpreter back
-    (one regular expression that backtracks for hours) stops every thread: it must bring a time limit of its own.
+    (one regular expression that backtracks for hours) stops every thread, and one that crashes ends the process: such
+    calls belong in `processes.ProcessPool`.
     """
     results: list[Any] = [None] * len(calls)
     done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
@@ -33,10 +40,7 @@ def run_all(calls: Sequence[Callable[[], Any]], timeout: float, workers: int) ->
     started = 0
 
     def work(number: int) -> None:
-        try:
-            done.put((number, _run(calls[number])))
-        except Exception as error:  # whatever a user's reward raises is its result here
-            done.put((number, error))
+        done.put((number, answer(calls[number])))
 
     while started < len(calls) or deadlines:
         while started < len(calls) and len(deadlines) < workers:
