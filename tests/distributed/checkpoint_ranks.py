@@ -1,7 +1,12 @@
-"""What the ranks of test_checkpoint_layouts.py do: `save` trains, saves, fails and resumes; `load` reads elsewhere."""
+"""What the ranks of test_checkpoint_layouts.py do.
+
+argv: a command and a directory with the models dense and experts. `save`: train, save, fail, resume, data parallel.
+`cut`: train and save under other layouts. `load`: read all of that under the layouts that this number of ranks has.
+"""
 
 import errno
 import json
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,23 +27,31 @@ from rlpost.weights.buckets import tensor_digest
 from rlpost.weights.checkpoint import CheckpointError, CheckpointStore
 from rlpost.weights.snapshots import SnapshotStore
 
+BATCHES = 4  # of a step, over all data-parallel ranks
+SAVED = {"plain": ("dense", {}), "tp2_dp2": ("dense", {"tensor": 2}), "ep2_dp4": ("experts", {"expert": 2})}
+LOADED = {  # by the number of ranks: (what was saved, the layout that reads it)
+    1: [("plain", {}), ("tp2_dp2", {}), ("ep2_dp4", {})],
+    2: [("plain", {"tensor": 2}), ("tp2_dp2", {"pipeline": 2}), ("ep2_dp4", {"expert": 2}), ("ep2_dp4", {})],
+}
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 TEACHER = "teacher"
 
 
 class Run:
-    def __init__(self, model: Path, tensor: int = 1):
+    def __init__(self, model: Path, **parallel: int):
         self.policy = MegatronPolicy(
-            ModelConfig(path=str(model)), OptimConfig(lr=1e-3), ParallelConfig(tensor=tensor), total_steps=10
+            ModelConfig(path=str(model)), OptimConfig(lr=1e-3, eps=1e-4), ParallelConfig(**parallel), total_steps=10
         )
         self.snapshots = SnapshotStore(self.policy.masters, self.policy.sync_from_masters)
         self.snapshots.save(TEACHER)
 
-    def step(self, number: int) -> None:
-        self.policy.train_step(
-            [micro_batch(10 * number + self.policy.mesh.dp.rank, ranks=self.policy.mesh.dp.size)], cross_entropy
-        )
+    def step(self, number: int) -> float:
+        """The loss of a step whose batches are the same under every layout."""
+        dp = self.policy.mesh.dp
+        micros = [micro_batch(10 * number + i, ranks=BATCHES) for i in range(dp.rank, BATCHES, dp.size)]
+        metrics = self.policy.train_step(micros, cross_entropy)
         self.snapshots.ema("student", TEACHER, 0.1)
+        return metrics["train/loss"]
 
     def kinds(self) -> dict:
         tensors = {kind: partial(self.policy.optimizer_tensors, kind) for kind in KINDS}
@@ -54,27 +67,27 @@ class Run:
         return {kind: {name: tensor_digest(t) for name, t in iterate()} for kind, iterate in self.kinds().items()}
 
 
-def save(model: Path, directory: Path) -> None:
+def save(directory: Path) -> None:
+    model = directory / "dense"
     run = Run(model)
     for number in range(2):
         run.step(number)
-    store = CheckpointStore(directory / "checkpoints", shard_bytes=20_000)
+    store = CheckpointStore(directory / "plain", shard_bytes=20_000)
     state = {"optimizer": run.policy.optimizer_scalars()}
     path = store.save(2, run.kinds(), state, {"rank": rank()})
     saved, teacher = run.digests(), run.snapshots.hash(TEACHER)
-    if rank() == 0:
-        (directory / "saved.json").write_text(json.dumps(saved))
     disk_full_on_one_rank(store, run)
     disk_full_in_the_background(store, run)
-    run.step(2)
+    loss = run.step(2)
     unbroken = run.digests()
+    write_expectation(directory, "plain", saved, loss)
 
     resumed = Run(model)
     checkpoint = store.load("latest")
     assert checkpoint.path == path and checkpoint.rank_state == {"rank": rank()}
     resumed.restore(checkpoint)
     assert resumed.snapshots.hash(TEACHER) == teacher
-    resumed.step(2)
+    assert resumed.step(2) == loss
     assert resumed.digests() == unbroken != saved
     truncated_file(store)
     lone_failure_inside_a_swap(resumed)
@@ -161,20 +174,37 @@ def lone_failure_inside_a_swap(run: Run) -> None:
     say(f"rank {rank()} done")
 
 
-def load(model: Path, directory: Path, tensor: int) -> None:
-    run = Run(model, tensor)
-    run.restore(CheckpointStore(directory / "checkpoints").load())
-    assert run.digests() == json.loads((directory / "saved.json").read_text())
-    run.step(2)
-    say(f"rank {rank()} of {world_size()} done")
+def write_expectation(directory: Path, name: str, digests: dict, loss: float) -> None:
+    if rank() == 0:
+        (directory / f"{name}.json").write_text(json.dumps({"digests": digests, "loss": loss}))
+
+
+def cut(directory: Path) -> None:
+    for name in ("tp2_dp2", "ep2_dp4"):
+        model, parallel = SAVED[name]
+        run = Run(directory / model, **parallel)
+        for number in range(2):
+            run.step(number)
+        state = {"optimizer": run.policy.optimizer_scalars()}
+        CheckpointStore(directory / name, shard_bytes=20_000).save(2, run.kinds(), state, background=True)
+        digests = run.digests()
+        write_expectation(directory, name, digests, run.step(2))
+        say(f"rank {rank()} saved {name}")
+
+
+def load(directory: Path) -> None:
+    for name, parallel in LOADED[world_size()]:
+        expected = json.loads((directory / f"{name}.json").read_text())
+        run = Run(directory / SAVED[name][0], **parallel)
+        run.restore(CheckpointStore(directory / name).load())
+        assert run.digests() == expected["digests"], (name, parallel)
+        loss = run.step(2)
+        assert math.isclose(loss, expected["loss"], rel_tol=1e-5), (name, parallel, loss, expected["loss"])
+        say(f"rank {rank()} of {world_size()} loaded {name}")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     init_distributed(timeout_s=60)
-    what, model, directory, *rest = sys.argv[1:]
-    if what == "save":
-        save(Path(model), Path(directory))
-    else:
-        load(Path(model), Path(directory), int(rest[0]))
+    {"save": save, "cut": cut, "load": load}[sys.argv[1]](Path(sys.argv[2]))
     dist.destroy_process_group()

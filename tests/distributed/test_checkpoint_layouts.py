@@ -1,9 +1,10 @@
-"""Saved by two data-parallel ranks: failures that one rank has, exact resume, and loading under other layouts."""
+"""Checkpoints of several ranks: failures that one rank has, exact resume, and loading under other layouts."""
 
 from pathlib import Path
 
 import pytest
 from launch import run_python, run_ranks
+from tiny_models import save_model
 from tiny_policy import tiny_model
 
 PROGRAM = str(Path(__file__).with_name("checkpoint_ranks.py"))
@@ -12,8 +13,9 @@ PROGRAM = str(Path(__file__).with_name("checkpoint_ranks.py"))
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     directory = tmp_path_factory.mktemp("checkpoint")
-    tiny_model(directory / "model")
-    return directory, run_ranks([PROGRAM, "save", str(directory / "model"), str(directory)], 2, timeout=150)
+    tiny_model(directory / "dense")
+    save_model("qwen3-moe", directory).rename(directory / "experts")
+    return directory, run_ranks([PROGRAM, "save", str(directory)], 2, timeout=150)
 
 
 def test_two_ranks_save_resume_and_fail_alike(saved):
@@ -21,7 +23,7 @@ def test_two_ranks_save_resume_and_fail_alike(saved):
     directory, run = saved
     assert run.returncode == 0, run.stderr[-4000:]
     assert "rank 0 done" in run.stdout and "rank 1 done" in run.stdout
-    names = {path.name for path in (directory / "checkpoints" / "step_000002").iterdir()}
+    names = {path.name for path in (directory / "plain" / "step_000002").iterdir()}
     assert {"rank_00000.json", "rank_00001.json", "master-00001.safetensors"} <= names
 
 
@@ -35,11 +37,20 @@ def test_a_damaged_file_is_refused_by_all_ranks(saved):
     assert saved[1].stdout.count("master-00000.safetensors has another checksum") == 2
 
 
-@pytest.mark.parametrize(("ranks", "tensor"), [(1, 1), (2, 2)])
-def test_other_layouts_load_masters_moments_and_teacher_bit_for_bit(saved, ranks, tensor):
-    directory, saving = saved
-    assert saving.returncode == 0, saving.stderr[-4000:]
-    command = [PROGRAM, "load", str(directory / "model"), str(directory), str(tensor)]
+@pytest.fixture(scope="module")
+def cut(saved):
+    """Saved by four ranks too: TP 2 × DP 2, and experts over EP 2."""
+    directory, _ = saved
+    run = run_ranks([PROGRAM, "cut", str(directory)], 4, timeout=200)
+    assert run.returncode == 0, run.stderr[-4000:]
+    return directory
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_other_layouts_load_masters_moments_and_teacher_bit_for_bit(cut, ranks):
+    """And their next step has the same loss. Two ranks read as TP 2, PP 2, EP 2 and DP 2."""
+    command = [PROGRAM, "load", str(cut)]
     run = run_python(command, timeout=120) if ranks == 1 else run_ranks(command, ranks, timeout=150)
     assert run.returncode == 0, run.stderr[-4000:]
-    assert run.stdout.count(f"of {ranks} done") == ranks
+    for name in ("plain", "tp2_dp2", "ep2_dp4"):
+        assert run.stdout.count(f"of {ranks} loaded {name}") >= ranks
