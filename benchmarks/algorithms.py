@@ -17,16 +17,8 @@ from rlpost.quickstart import SCORE, task
 # tiny_opd's teacher is what tiny_grpo leaves, so that one comes first.
 RECIPES = (
     *("tiny_grpo", "tiny_dr_grpo", "tiny_dapo", "tiny_gspo", "tiny_cispo", "tiny_sapo", "tiny_rloo"),
-    *(
-        "tiny_reinforce",
-        "tiny_reinforce_pp",
-        "tiny_ppo",
-        "quickstart_sdpo",
-        "tiny_trust_region",
-        "tiny_periodic",
-        "tiny_blend",
-    ),
-    *("tiny_opsd", "tiny_opd", "tiny_opd_advantage"),
+    *("tiny_reinforce", "tiny_reinforce_pp", "tiny_ppo", "quickstart_sdpo", "tiny_trust_region", "tiny_periodic"),
+    *("tiny_blend", "tiny_opsd", "tiny_opd", "tiny_opd_advantage"),
 )
 
 

@@ -13,7 +13,7 @@ from rlpost.policy.logits import Head
 from rlpost.types import Prompt, Sample
 
 REWARDS = torch.tensor([0.0, 0.2, 1.0, 0.5], dtype=torch.float64)  # of the bandit's four symbols
-NAMES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce", "reinforce_pp")
+NAMES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce", "reinforce_pp", "ppo")
 
 
 def response(symbols, group, index, reward, **tokens):
@@ -36,6 +36,7 @@ def step_gradient(algorithm, samples, logits_V, old_logits_V=None):
     for sample, mask, weights in zip(samples, masks, token_weights(masks, algorithm.reduction, 2)):
         sample.tokens |= {"weights": weights.double(), "loss_mask": torch.tensor(mask).double()}
         sample.tokens["h"] = torch.ones(len(mask), 1, dtype=torch.float64)
+        sample.tokens["values"] = torch.full((len(mask),), 0.3, dtype=torch.float64)  # of a critic, where one is needed
         if old_logits_V is not None:
             sample.tokens["old_logprobs"] = old_logits_V.log_softmax(0)[sample.response_ids]
     algorithm.finish(samples, lambda x: x)
