@@ -239,3 +239,28 @@ def test_heavy_packages_load_only_when_they_are_used():
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60,
                          env={"PYTHONPATH": ":".join(sys.path)})  # fmt: skip
     assert run.stdout.strip() == "[]"
+
+
+def test_the_timeline_goes_on_wherever_a_kill_or_a_full_disk_cut_it(tmp_path):
+    timeline = Timeline(tmp_path)
+    for i in range(3):
+        timeline.record(f"event {i}", i, i + 1, step=i)
+    whole = timeline.path.read_bytes()
+    for length in range(len(whole) + 1):
+        timeline.path.write_bytes(whole[:length])
+        timeline.record("next", 9, 10, step=9)
+        names = [event["name"] for event in json.loads(timeline.path.read_text())]
+        assert names == [f"event {i}" for i in range(len(names) - 1)] + ["next"]
+
+
+def test_an_evaluation_that_is_done_again_replaces_its_line(tmp_path):
+    """Killed between an evaluation and the next checkpoint."""
+    log, records = MetricsLog(tmp_path), RolloutRecords(tmp_path)
+    for name in ("a", "b", "a"):
+        log.drop(lambda row, name=name: any(key.startswith(f"eval/{name}/") for key in row))
+        log.write(4, {f"eval/{name}/mean@1": 0.5})
+        records.drop_eval(4, name)
+        records.write("eval", 4, [sample()], eval=name)
+    assert [list(row)[1] for row in read_metrics(tmp_path)] == ["eval/b/mean@1", "eval/a/mean@1"]
+    lines = (tmp_path / "rollouts" / "eval" / "4.jsonl").read_text().splitlines()
+    assert [json.loads(line)["eval"] for line in lines] == ["b", "a"]

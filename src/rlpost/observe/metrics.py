@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from rlpost.files import naming
 
 FILE = "metrics.jsonl"
 
@@ -33,12 +35,12 @@ class MetricsLog:
 
     def cut_after(self, step: int) -> None:
         """Forget the lines of later steps (all, for −1): a resumed run writes them again."""
-        if not self.path.exists():
-            return
-        kept = [row for row in read_metrics(self.path) if row["step"] <= step]
-        beside = self.path.with_suffix(".tmp")
-        beside.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        os.replace(beside, self.path)
+        self.drop(lambda row: row["step"] > step)
+
+    def drop(self, unwanted: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Forget lines, and what a kill left of the last one."""
+        if self.path.exists():
+            drop_lines(self.path, unwanted)
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -58,14 +60,24 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
+def drop_lines(path: Path, unwanted: Callable[[Mapping[str, Any]], bool]) -> None:
+    """Replace a file of JSON lines by those that are wanted."""
+    kept = [row for row in read_metrics(path) if not unwanted(row)]
+    beside = path.with_suffix(".tmp")
+    with naming(beside):
+        beside.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
+    os.replace(beside, path)
+
+
 def append(path: Path, text: str) -> None:
     """Append to a file that others may append to: each call's text stays in one piece."""
     data = text.encode()
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         os.lockf(descriptor, os.F_LOCK, 0)  # one system call may write less than all of a large text
-        while data:
-            data = data[os.write(descriptor, data) :]
+        with naming(path):
+            while data:
+                data = data[os.write(descriptor, data) :]
     finally:
         os.close(descriptor)
 

@@ -89,12 +89,15 @@ class Observer:
         return {"step": step, **self.last}
 
     def eval_done(self, step: int, name: str, metrics: Mapping[str, float], samples: Sequence[Sample]) -> None:
-        """An evaluation after `step` steps: a line of its own in metrics.jsonl."""
+        """An evaluation after `step` steps: a line of its own in metrics.jsonl. It replaces an earlier one of the same
+        step, which a run has that was killed between the evaluation and the next checkpoint."""
         if not self.writes:
             return
+        self._metrics.drop(lambda row: row["step"] == step and any(key.startswith(f"eval/{name}/") for key in row))
         self._metrics.write(step, metrics)
         self._trackers.log(step, metrics)
         if self._keep_rollouts:
+            self._records.drop_eval(step, name)
             self._records.write("eval", step, samples, eval=name)
         shown = ", ".join(f"{key.rsplit('/', 1)[1]} {value:.4g}" for key, value in metrics.items())
         self.say(f"eval {name} after {step} steps: {shown}")

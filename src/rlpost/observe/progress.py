@@ -126,3 +126,6 @@ def setup_logging(run_dir: str | Path, rank: int = 0) -> logging.Handler:
 
 class _RunLog(logging.FileHandler):
     """Known by its class, so that no handler of the user's is ever removed."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A line that cannot be written (the disk is full) is lost; logging would show a traceback for each."""

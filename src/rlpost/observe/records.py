@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from rlpost.observe.metrics import append
+from rlpost.observe.metrics import append, drop_lines
 from rlpost.types import Sample
 
 KINDS = ("train", "eval")
@@ -28,6 +28,12 @@ class RolloutRecords:
         # Answers and details are whatever a data set or a reward puts there: shown as text where JSON has no word.
         lines = [json.dumps({**fields, **record(sample)}, ensure_ascii=False, default=str) for sample in samples]
         append(path, "".join(line + "\n" for line in lines))
+
+    def drop_eval(self, step: int, name: str) -> None:
+        """Forget what was written of an eval set: it is evaluated again."""
+        path = self.directory / "eval" / f"{step}.jsonl"
+        if path.exists():
+            drop_lines(path, lambda row: row["eval"] == name)
 
     def cut_after(self, step: int) -> None:
         """Remove the files of later steps (all, for −1): a resumed run writes them again."""

@@ -7,7 +7,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from rlpost.files import naming
 
 TAIL = b"\n]\n"
 
@@ -45,8 +47,21 @@ class Timeline:
     def _append(self, event: bytes) -> None:
         if not self.path.exists() or self.path.stat().st_size < len(TAIL):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_bytes(b"[\n" + event + TAIL)
+            with naming(self.path):
+                self.path.write_bytes(b"[\n" + event + TAIL)
             return
-        with open(self.path, "r+b") as f:
+        with naming(self.path), open(self.path, "r+b", buffering=0) as f:
             f.seek(-len(TAIL), 2)
-            f.write(b",\n" + event + TAIL)
+            end = f.tell()
+            if f.read() != TAIL:  # a kill or a full disk cut the last event short
+                end = _whole(f)
+            f.seek(end)
+            f.write((b",\n" if end > len(b"[") else b"\n") + event + TAIL)
+            f.truncate()
+
+
+def _whole(f: BinaryIO) -> int:
+    """Where the last whole event ends; after the opening bracket where there is none."""
+    f.seek(0)
+    text = f.read()
+    return max(text.rfind(b"}},\n") + len(b"}}"), len(b"["))

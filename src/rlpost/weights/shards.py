@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rlpost.files import naming
+
 # The header of a safetensors file stands before the data but is known only after it. The format allows trailing blanks
 # in the header, so a fixed room is left and filled at the end; a file whose room is full is closed early.
 HEADER_BYTES = 64 * 1024
@@ -181,7 +183,7 @@ def sync_directory(path: Path) -> None:
 
 def write_durably(path: Path, data: bytes) -> None:
     """Write a small file and wait until it is on disk."""
-    with open(path, "wb") as f:
+    with naming(path), open(path, "wb") as f:
         f.write(data)
         f.flush()
         os.fsync(f.fileno())
