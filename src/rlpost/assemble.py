@@ -34,6 +34,7 @@ from rlpost.teacher.build import build_teacher
 from rlpost.types import Sample
 from rlpost.weights.checkpoint import CheckpointStore
 from rlpost.weights.publish import Publisher
+from rlpost.weights.rank_state import seed_generators
 from rlpost.weights.snapshots import SnapshotStore
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def assemble(
     """
     from transformers import AutoTokenizer
 
-    torch.manual_seed(config.run.seed)
+    seed_generators(config.run.seed)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     seed = config.run.seed
     algorithm = build_algorithm(objects.get("algorithm", config.algorithm))

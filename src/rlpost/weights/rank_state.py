@@ -34,6 +34,13 @@ def read_rank_state(directory: Path, rank: int) -> dict[str, Any]:
     return _decode(json.loads(path.read_text()), tensors)
 
 
+def seed_generators(seed: int) -> None:
+    """Put every global generator of this process at its start: a user's reward may draw from any of them."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
 def rng_state() -> dict[str, Any]:
     """The state of every global generator of this process: Python's, NumPy's, torch's, the CUDA device's."""
     name, keys, *rest = np.random.get_state()
