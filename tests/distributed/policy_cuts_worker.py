@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from tiny_critic import CriticOracle, critic_loss, make_critic
 from tiny_models import (
     OPTIM,
     Oracle,
@@ -105,6 +106,29 @@ def check_steps(path: Path, layout: str) -> dict:
     return result
 
 
+def has_critic(layout: str) -> bool:
+    """The critic of the tests is dense and has four layers."""
+    return kinds_of(layout) == DENSE
+
+
+def check_critic(path: Path, layout: str) -> dict:
+    """The same two steps with a value head."""
+    critic, oracle = make_critic(path, **parallel(layout)), CriticOracle(path)
+    dp = critic.model.mesh.dp
+    result = {"loaded": largest_difference(critic.model.hf_tensors(), oracle.model.state_dict())}
+    for step, masked_rank in enumerate((None, dp.size - 1 if dp.size > 1 else None)):
+        shares = sequences_of(step)
+        micros = micros_of(critic.model, shares, masked_rank)
+        values = torch.cat([row["values"] for row in critic.score(micros)])
+        each = len(shares) // dp.size
+        with torch.no_grad():
+            expected = [oracle.values(sequence) for sequence in flat(shares[dp.rank * each : (dp.rank + 1) * each])]
+        result[f"values{step}"] = float((values - torch.cat(expected)).abs().max())
+        result[f"metrics{step}"] = relative(critic.train_step(micros, critic_loss), oracle.step(flat(shares)))
+    result["weights"] = largest_difference(critic.model.hf_tensors(), oracle.model.state_dict())
+    return result
+
+
 def check_skip(path: Path, layout: str) -> dict:
     """A NaN on the last rank's tokens alone: nobody moves."""
     policy = make_policy(path, **parallel(layout))
@@ -184,6 +208,8 @@ def main() -> None:
         kinds = kinds_of(layout)
         for kind in kinds:
             results[f"steps/{layout}/{kind}"] = check_steps(models[kind], layout)
+        if has_critic(layout):
+            results[f"critic/{layout}"] = check_critic(directory / "models" / "qwen3-1", layout)
         results[f"skip/{layout}"] = check_skip(models[kinds[0]], layout)
         results[f"average/{layout}"] = check_average(models[kinds[-1]], layout)
         results[f"bf16/{layout}"] = check_bf16(models[kinds[-1]], layout)

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from launch import run_ranks
-from policy_cuts_worker import KINDS, flat, kinds_of, policy_loss, sequences_of
+from policy_cuts_worker import KINDS, flat, has_critic, kinds_of, policy_loss, sequences_of
+from tiny_critic import save_critic
 from tiny_models import OPTIM, largest_difference, make_policy, pack, save_model, token_mean
 
 from rlpost.config.schema import OptimConfig
@@ -29,6 +30,7 @@ def results(directory):
     """For each layout, the results of every rank."""
     for kind in KINDS:
         save_model(kind, directory / "models")
+    save_critic("qwen3", directory / "models")
     by_layout = {}
     for ranks, layouts in LAYOUTS.items():
         done = run_ranks([str(WORKER), str(directory), *layouts], ranks, timeout=300)
@@ -47,6 +49,16 @@ def test_steps_equal_plain_pytorch(layout, kind, results):
         assert got["metrics0"] <= 1e-5
         assert got["metrics1"] <= 1e-5  # here one data-parallel rank has no live token
         assert got["weights"] <= 2e-6
+
+
+@pytest.mark.parametrize("layout", [layout for layout in CASES if has_critic(layout)])
+def test_steps_of_the_critic_equal_plain_pytorch(layout, results):
+    for rank in results[layout]:
+        got = rank[f"critic/{layout}"]
+        assert got["loaded"] == 0
+        assert got["values0"] <= 2e-5 and got["values1"] <= 5e-5  # the second is after a step
+        assert got["metrics0"] <= 1e-5 and got["metrics1"] <= 1e-5
+        assert got["weights"] <= 5e-6
 
 
 @pytest.mark.parametrize("layout", CASES)
