@@ -17,7 +17,7 @@ def value_loss(
     plain_N = (values_N - returns_N).square()
     if clip is None:
         return plain_N / 2, torch.zeros_like(values_N)
-    bounded_N = (old_N + (values_N - old_N).clamp(-clip, clip) - returns_N).square()
+    bounded_N = (values_N.clamp(old_N - clip, old_N + clip) - returns_N).square()
     return torch.maximum(plain_N, bounded_N) / 2, (bounded_N > plain_N).to(values_N.dtype)
 
 
