@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from launch import run_python, run_ranks
+from tiny_tokenizer import tiny_tokenizer
 from transformers import LlamaConfig, Qwen3Config
 
 pytestmark = [
@@ -64,6 +65,16 @@ def test_sglang_loads_an_export_and_scores_alike(model_path, tmp_path):
     environment = ENVIRONMENT | {"SGLANG_USE_CPU_ENGINE": "1"}
     figures = measured(run_python(program, timeout=300, env=environment))
     assert figures["shards"] > 1 and figures["gap"] < 2e-5, figures
+
+
+@pytest.mark.parametrize("model_path", ["qwen3"], indirect=True)
+def test_its_http_server_is_a_teacher(model_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.model_max_length = 512  # the server tells it as a 64-bit integer
+    tokenizer.save_pretrained(model_path)
+    program = [str(PROGRAMS / "teacher_server.py"), model_path]
+    figures = measured(run_python(program, timeout=300, env=ENVIRONMENT))
+    assert figures["scored"] < 2e-5 and figures["sequences"] == 4, figures
 
 
 def test_a_dead_engine_is_a_clear_error_and_leaves_nothing(model_path):

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)  # HTTP answers of a server that is busy, starting or ill
 FAILURES = (OSError, http.client.HTTPException, json.JSONDecodeError)  # timeouts and refused connections are OSErrors
+LONGEST_WAIT_S = 10.0
 PROBE = "Two trains, 12.5 km apart, meet at 9:41.\n\n\tdef f(x): return x**2  # Größe, 速度, naïve\n"
 
 
@@ -47,7 +48,7 @@ class ScoringClient:
             self.headers["Authorization"] = f"Bearer {os.environ[config.api_key_env]}"
 
     def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Asks what is served, compares tokenizers on a text with many of the student's tokens, and scores that text.
+        """Asks what is served, compares tokenizers on a text with many of the student's tokens, and scores its start.
 
         Raises TeacherServerError, ValueError for another model or tokenizer.
         """
@@ -62,7 +63,7 @@ class ScoringClient:
                     f"{self} serves {self.served_model!r}, which has another tokenizer than the student: token {at} of "
                     f"a test text is {theirs[at : at + 1]} there and {ids[at : at + 1]} here"
                 )
-        (row,) = self.score([ids], [1])
+        (row,) = self.score([ids[:32]], [1])
         if isinstance(row, str):
             raise TeacherServerError(f"{self} cannot score: {row}")
 
@@ -130,7 +131,7 @@ class ScoringClient:
         attempts, failure = self.config.retries + 1, ""
         for attempt in range(attempts):
             if attempt:
-                wait = self.config.retry_wait_s * 2 ** (attempt - 1)
+                wait = min(self.config.retry_wait_s * 2 ** (attempt - 1), LONGEST_WAIT_S)
                 log.warning("%s failed (%s); once more in %.1f s", what, failure, wait)
                 time.sleep(wait)
             try:

@@ -49,8 +49,8 @@ class TeacherConfig:
     `prompt_logprobs`). served_model: its name there, null for the only one. api_key_env: the environment variable that
     holds its key. check_tokenizer: compare tokenizers at launch. Each rank keeps `requests_at_once` requests of
     `sequences_per_request` sequences in flight; one that fails or takes longer than timeout_s seconds is repeated
-    `retries` times, first after retry_wait_s seconds, then after twice as long each time. Sequences without a usable
-    answer teach nothing; more than max_bad_payload_fraction of a step's are an error.
+    `retries` times, after retry_wait_s seconds and then twice as long each time, ten at most. Sequences without a
+    usable answer teach nothing; more than max_bad_payload_fraction of a step's are an error.
     """
 
     update: str = "ema"
