@@ -111,8 +111,9 @@ def report(error: PhaseError, directory: Path | None) -> None:
     kept = _keep_traceback(error, rank, directory)
     text = error.message if error.phase == "start" else str(error)
     if error.reporter == rank:
-        whole = "" if kept else "".join(traceback.format_exception(error))
-        where = f"The traceback is in {kept}. " if kept else ""
+        raised = error.__traceback__ is not None  # by the main thread, not found by the watch-dog
+        whole = "".join(traceback.format_exception(error)) if raised and not kept else ""
+        where = f"The traceback is in {kept}. " if raised and kept else ""
         # One write: lines of several ranks must not mix.
         os.write(2, f"{whole}\n{text}\n{where}What was saved before is intact.\n".encode())
     tell_launcher(text, error.reporter == rank)

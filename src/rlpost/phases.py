@@ -103,6 +103,9 @@ class Agreement:
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
         work.wait()
+        if self.watch.answered and (error := self.watch.ended()):
+            self.watch.raised.set()
+            raise error
         if flags[1] != -flags[2]:
             raise RuntimeError(
                 f"ranks are in different phases ({int(-flags[2])} and {int(flags[1])}): their configurations differ"

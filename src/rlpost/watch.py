@@ -36,7 +36,8 @@ log = logging.getLogger(__name__)
 GRACE_S = 3.0  # for a rank to meet a failure by itself, before its watch-dog ends it
 LOOK_S = 0.25  # between two looks
 ANSWER_S = 2.0  # for the other ranks to say where they are
-BACKSTOP_S = 10.0  # after the limit: where no thread of Python runs any more, C code ends the process
+STACKS_S = 0.3  # for C code to write the stacks
+BACKSTOP_S = 8.0  # after the limit: where no thread of Python runs any more, C code ends the process
 ERROR, HANG = "error", "hang"
 
 
@@ -74,7 +75,8 @@ class Work:
 class Watch:
     """Of one rank. store: the ranks' common key-value store; directory: the run's, None where there is none.
 
-    Every rank builds one at the same point. Attributes: raised, set where the main thread has the failure already.
+    Every rank builds one at the same point. Attributes: raised, set where the main thread has the failure already;
+    answered, a hang was found and this rank has said where it is.
     """
 
     def __init__(self, rank: int, store: dist.Store, directory: Path | None):
@@ -82,7 +84,7 @@ class Watch:
         self.raised = threading.Event()
         self._closed = threading.Event()
         self._work: Work | None = None
-        self._answered = False
+        self.answered = False
         self._stacks = os.memfd_create("rlpost-stacks")
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True, chain=False)
         _, born = _process(os.getpid())
@@ -110,6 +112,13 @@ class Watch:
 
     def posted(self) -> PhaseError | None:
         return PhaseError.decode(self.store.get(ERROR)) if self.store.check([ERROR]) else None
+
+    def ended(self) -> PhaseError | None:
+        """The failure, also where it is still being put together: what hung may go on meanwhile, the run does not."""
+        until = time.monotonic() + ANSWER_S + GRACE_S
+        while (error := self.posted()) is None and self.answered and time.monotonic() < until:
+            time.sleep(0.02)
+        return error
 
     def lost(self) -> Peer | None:
         """A rank of this machine whose process ended without saying goodbye."""
@@ -172,17 +181,16 @@ class Watch:
         if error is None and work is not None:
             error = self.post_lost(work.phase, work.step)
         if error is not None and not self.raised.wait(GRACE_S):
-            log.error("the watch-dog ends this rank: %s", error)
-            report(error, None)
+            report(error, self.directory)
             os._exit(1)
 
     def _answer(self, hang: list[Any]) -> None:
         """Say where this rank is; the one that found the hang puts the answers together."""
-        if self._answered:
+        if self.answered:
             return
-        self._answered = True
+        self.answered = True
         faulthandler.dump_traceback(self._stacks, all_threads=True)
-        self._keep_stacks(self.rank, self._stacks)
+        self._keep_stacks(self.rank, Path(f"/proc/self/fd/{self._stacks}"))
         frame = sys._current_frames()[threading.main_thread().ident]
         shown = "".join(traceback.format_stack(frame)[-6:])
         os.write(2, f"\nrank {self.rank}, main thread:\n{shown}".encode())
@@ -201,12 +209,7 @@ class Watch:
         silent = [peer for peer in self._peers if peer.rank not in places]
         held_here = [peer for peer in silent if peer in self._neighbours and peer.alive]
         for peer in held_here:
-            # Its own C code writes the stacks, before it runs anything else.
-            os.kill(peer.pid, signal.SIGUSR1)
-            os.kill(peer.pid, signal.SIGCONT)
-        time.sleep(0.3 if held_here else 0)
-        for peer in held_here:
-            self._keep_stacks(peer.rank, f"/proc/{peer.pid}/fd/{peer.stacks}")
+            self._take_stacks(peer)
         rank, message = verdict(places, [peer.rank for peer in silent])
         kept = f"; the stacks of all ranks are in {self.directory / 'stacks'}" if self.directory else ""
         self.post(
@@ -215,13 +218,28 @@ class Watch:
         for peer in held_here:
             os.kill(peer.pid, signal.SIGKILL)
 
-    def _keep_stacks(self, rank: int, source: int | str) -> None:
+    def _take_stacks(self, peer: Peer) -> None:
+        """Of a rank of this machine that runs no Python code: on SIGUSR1 its C code writes them, before all else. It is
+        stopped again, so that it does nothing more."""
+        file = Path(f"/proc/{peer.pid}/fd/{peer.stacks}")
+        os.kill(peer.pid, signal.SIGUSR1)
+        os.kill(peer.pid, signal.SIGCONT)
+        written, until = -1, time.monotonic() + STACKS_S
+        while (length := len(file.read_bytes())) != written or not length:
+            if time.monotonic() > until:
+                break
+            written = length
+            time.sleep(0.005)
+        os.kill(peer.pid, signal.SIGSTOP)
+        self._keep_stacks(peer.rank, file)
+
+    def _keep_stacks(self, rank: int, source: Path) -> None:
         if self.directory is None:
             return
         try:
             path = self.directory / "stacks" / f"rank_{rank}.txt"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(Path(f"/proc/self/fd/{source}" if isinstance(source, int) else source).read_bytes())
+            path.write_bytes(source.read_bytes())
         except OSError as error:
             log.error("the stacks of rank %d are not kept: %s", rank, error)
 

@@ -1,35 +1,64 @@
-"""A rank fails while the others wait for it: in the phase's own collective, or at the agreement."""
+"""A rank fails, dies or hangs while the others wait for it: in the phase's own collective, or at the agreement."""
 
+import os
+import re
+import signal
 import sys
+import threading
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from launch import say
 
 from rlpost.config.schema import PhaseConfig
-from rlpost.failures import PhaseError
+from rlpost.failures import PhaseError, leave, report
 from rlpost.phases import Agreement, PhaseMachine
 
+LIMIT_S = 2.0
 
-def main(where: str) -> None:
+
+def raises():
+    raise RuntimeError("gradient buffer is on fire")
+
+
+def is_killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_stopped():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def waits():
+    """In the interpreter, which other threads can have."""
+    threading.Event().wait()
+
+
+def spins():
+    """In C, without ever giving the interpreter back."""
+    re.match(r"(a+)+$", "a" * 60 + "b")
+
+
+def main(fault: str, where: str, directory: Path) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
 
     def train(work: None) -> None:
         dist.all_reduce(torch.ones(1))
-        if rank == 1:
-            raise RuntimeError("gradient buffer is on fire")
+        if rank == 1 or where == "everywhere":
+            globals()[fault]()
         if where == "collective":
             dist.all_reduce(torch.ones(1))  # rank 1 never comes
 
-    machine = PhaseMachine([PhaseConfig("train")], {"train": train}, {}, Agreement())
+    machine = PhaseMachine([PhaseConfig("train")], {"train": train}, {}, Agreement(directory, LIMIT_S))
     try:
         machine.run(0, 3, None)
     except PhaseError as error:
-        say(f"rank {rank} raised: {error}")
-        sys.exit(1)
+        report(error, directory)
+        leave(1)
     say(f"rank {rank} went on")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
