@@ -37,6 +37,7 @@ CHARTS = {
     "teacher_distance": Chart(
         "Distance to the teacher", "‖student − teacher‖ / ‖student‖", {"ema/distance": "distance"}
     ),
+    "critic": Chart("Critic", "explained variance", {"critic/explained_variance": "of the returns"}, from_zero=False),
     "response_lengths": Chart(
         "Response length",
         "tokens",

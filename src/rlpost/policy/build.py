@@ -275,7 +275,10 @@ class PackedGPT(GPTModel):
         if value_head and self.post_process:
             del self.output_layer
             # Its numbers are read or made with all others; torch's own would advance this stage's random state alone.
-            self.value_head = torch.nn.utils.skip_init(torch.nn.Linear, hf.hidden_size, 1, dtype=torch.float32)
+            where = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
+            self.value_head = torch.nn.utils.skip_init(
+                torch.nn.Linear, hf.hidden_size, 1, device=where, dtype=torch.float32
+            )
 
     def forward_packed(self, tokens: LocalTokens, context_group: ProcessGroup | None = None) -> Tensor:
         """Hidden states [T, 1, H]; with sequence parallelism this rank's part [T / TP, 1, H]."""
