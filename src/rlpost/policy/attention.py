@@ -7,6 +7,7 @@ rotation happens inside the attention module, so that Megatron's rope is switche
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
+
+from rlpost.policy.tiles import fused
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -70,13 +73,14 @@ class _Rotate(torch.autograd.Function):
         return _rotate(grad_THD, cos_TD, -sin_TD), None, None
 
 
+@fused
 def _rotate(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    cos, sin = cos_TD.unsqueeze(1), sin_TD.unsqueeze(1)
     first, second = x_THD.chunk(2, dim=-1)
-    out = torch.empty_like(x_THD)
+    sin = sin_TD.unsqueeze(1)
+    out = x_THD * torch.cat([cos_TD, cos_TD], dim=-1).unsqueeze(1)
     out_first, out_second = out.chunk(2, dim=-1)
-    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out_second).addcmul_(first, sin)
+    out_first.addcmul_(second, sin, value=-1)
+    out_second.addcmul_(first, sin)
     return out
 
 
@@ -141,7 +145,6 @@ class PackedAttention(nn.Module):
 
         ends = packed.cu_seqlens_q, packed.cu_seqlens_kv
         longest = packed.max_seqlen_q, packed.max_seqlen_kv
-        repeats = query.shape[1] // key.shape[1]
-        if repeats > 1:  # torch 2.11's has no argument for grouped queries
-            key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-        return varlen_attn(query, key, value, *ends, *longest, scale=self.scale, window_size=(-1, 0))
+        # Grouped queries: older ones just take them, newer ones ask for a word.
+        grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+        return varlen_attn(query, key, value, *ends, *longest, scale=self.scale, window_size=(-1, 0), **grouped)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlpost.policy.tiles import Projection, row_selector, statistics, stream_backward, tile_elements
+from rlpost.policy.tiles import Projection, fused, row_selector, statistics, stream_backward, tile_elements
 
 if TYPE_CHECKING:
     from rlpost.types import MicroBatch
@@ -190,14 +190,24 @@ class _LogProbs(torch.autograd.Function):
         def logit_grad(z: Tensor, rows: slice, first: int) -> Tensor:
             column, here = head.local(ids[rows], first, z.shape[1])
             if curve is None:
-                dz = z.sub_(lse[rows, None]).exp_().mul_(-slope[rows, None])
+                dz = _slope_grad(z, lse[rows], slope[rows])
             else:
-                p = (z - lse[rows, None]).exp_()
-                dz = z.mul_(curve[rows, None]).add_(slope[rows, None]).mul_(p).neg_()
+                dz = _curve_grad(z, lse[rows], slope[rows], curve[rows])
             return dz.scatter_add_(1, column, g[rows].masked_fill(~here, 0.0))
 
         grads = stream_backward(head, hidden_NH, touched_N, logit_grad, ctx.needs_input_grad)
         return *grads, None, None, None, None
+
+
+@fused
+def _slope_grad(z_RC: Tensor, lse_R: Tensor, slope_R: Tensor) -> Tensor:
+    return z_RC.sub_(lse_R[:, None]).exp_().mul_(-slope_R[:, None])
+
+
+@fused
+def _curve_grad(z_RC: Tensor, lse_R: Tensor, slope_R: Tensor, curve_R: Tensor) -> Tensor:
+    p_RC = (z_RC - lse_R[:, None]).exp_()
+    return z_RC.mul_(curve_R[:, None]).add_(slope_R[:, None]).mul_(p_RC).neg_()
 
 
 def _log_mixture(log_s: Tensor, log_q: Tensor, alpha: float) -> Tensor:
