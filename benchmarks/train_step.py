@@ -1,12 +1,12 @@
 """One training step of a model with random weights: rlpost's policy against Transformers on the same GPU.
 
     python benchmarks/train_step.py --impl local transformer_engine --profile
-    torchrun --nproc-per-node 2 benchmarks/train_step.py --impl transformer_engine tensor=2 sequence=true
-    torchrun --nproc-per-node 2 benchmarks/train_step.py --moe expert=2
+    torchrun --nproc-per-node 2 benchmarks/train_step.py --impl transformer_engine --parallel tensor=2 sequence=true
+    torchrun --nproc-per-node 2 benchmarks/train_step.py --moe --parallel expert=2
 
 All run forward and backward of the same tokens in bf16 with the loss on every token; rlpost's time includes the
-optimizer's step. Transformers has dense logits and SDPA, and no optimizer. Trailing words are `parallel.*` settings.
-Prints time, model FLOP utilisation, the largest peak memory of a rank, and how far the log-probs are from Transformers'.
+optimizer's step. Transformers has dense logits and SDPA, and no optimizer. Prints time, model FLOP utilisation, the
+largest peak memory of a rank, and how far the log-probs are from Transformers'.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--impl", nargs="*", default=["local"], choices=["local", "transformer_engine"])
     parser.add_argument("--moe", action="store_true")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("parallel", nargs="*", help="tensor=2, sequence=true, …")
+    parser.add_argument("--parallel", nargs="*", default=[], help="tensor=2 sequence=true …")
     given = parser.parse_args()
     init_distributed()
     ranks, first = dist.get_world_size(), dist.get_rank() == 0

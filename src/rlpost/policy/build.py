@@ -339,8 +339,6 @@ def build_model(
     for chunk in range(virtual_stages(parallel) or 1):
         module = PackedGPT(hf, config, chunk if virtual_stages(parallel) else None, fused=fused, value_head=value_head)
         module.requires_grad_(trainable)
-        if fused:
-            _accumulate_in_place(module)
         for name, parameter in module.global_parameters():
             # Without its own initialisation Megatron forgets to mark weights as cut, and the gradient norm would then
             # count them on the first tensor-parallel rank only.
@@ -349,16 +347,6 @@ def build_model(
                 set_tensor_model_parallel_attributes(parameter, True, cut, 1)
         chunks.append(DistributedDataParallel(config, ddp, module))
     return chunks
-
-
-def _accumulate_in_place(module: PackedGPT) -> None:
-    """Transformer Engine's layers add their weights' gradients to the fp32 buffer within the matrix product. Megatron's
-    switch for it, `gradient_accumulation_fusion`, would ask the same of its own output layer, which cannot."""
-    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
-
-    for layer in module.modules():
-        if isinstance(layer, TransformerEngineBaseModule):
-            layer.fuse_wgrad_accumulation = True
 
 
 def build_optimizer(chunks: list[DistributedDataParallel], optim: OptimConfig) -> MegatronOptimizer:
