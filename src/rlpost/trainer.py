@@ -86,7 +86,7 @@ class Trainer:
         # Megatron and Transformers load only now: a wrong configuration has failed within a second.
         from rlpost.assemble import assemble
         from rlpost.parallel import init_distributed
-        from rlpost.persist import find_checkpoint, restore_checkpoint, run_directory
+        from rlpost.persist import find_checkpoint, restore_checkpoint, run_directory, write_provider
 
         limits = [config.trainer.phase_timeout_s, *(p.timeout_s for p in config.phases if p.timeout_s is not None)]
         init_distributed(max(limits) + GROUP_MARGIN_S if all(limits) else UNLIMITED_S)
@@ -103,6 +103,7 @@ class Trainer:
                 eval_data=eval_data or {},
                 objects=objects,
             )
+            write_provider(self.rooms)
             self.step_number = restore_checkpoint(self.rooms, checkpoint)  # steps done
         self.last_metrics: dict[str, float] = {}
         self._skipped_in_a_row = {"optim": 0, "critic": 0}

@@ -252,10 +252,13 @@ def _file_mistakes(config: Config, objects: Mapping[str, Any]) -> Iterator[str]:
         looks_local = path.is_absolute() or config.model.path.startswith(".") or config.model.path.count("/") != 1
         if path.is_dir() and not (path / "config.json").is_file():
             yield f"model.path={path} has no config.json: it is not a Hugging Face model directory"
-        elif not path.is_dir() and looks_local:
+        elif path.is_dir():
+            yield from _weight_mistakes(path)
+        elif looks_local:
             yield f"model.path={path} does not exist: give a Hugging Face directory (or a hub id, owner/name)"
     if "data" not in objects:
-        for source in config.data.train if isinstance(config.data.train, list) else [config.data.train]:
+        train = config.data.train.values() if isinstance(config.data.train, dict) else [config.data.train]
+        for source in (one for given in train for one in (given if isinstance(given, list) else [given])):
             yield from _missing_file("data.train", source)
     for name, spec in config.data.eval.items():
         if isinstance(spec, dict) and "path" not in spec:
@@ -264,6 +267,15 @@ def _file_mistakes(config: Config, objects: Mapping[str, Any]) -> Iterator[str]:
         yield from _missing_file(f"data.eval.{name}", spec["path"] if isinstance(spec, dict) else spec)
     if config.trainer.resume not in ("auto", "never") and not Path(config.trainer.resume).is_dir():
         yield f"trainer.resume={config.trainer.resume} is neither auto, never nor a directory"
+
+
+def _weight_mistakes(path: Path) -> Iterator[str]:
+    from rlpost.policy.hf_io import weight_files
+
+    try:
+        weight_files(path)
+    except (FileNotFoundError, ValueError) as error:
+        yield f"model.path: {error}"
 
 
 def _missing_file(key: str, source: Any) -> Iterator[str]:

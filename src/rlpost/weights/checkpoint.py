@@ -169,11 +169,12 @@ class CheckpointStore:
             path = path.with_name(path.name + ".old")  # the kill came while this step was being replaced
         try:
             if not path.is_dir():
-                raise CheckpointError(f"there is none; there are: {', '.join(map(str, self.steps())) or 'none'}")
+                raise CheckpointError("there is none")
             checkpoint, error = Checkpoint(path, verify=verify), None
         except (CheckpointError, OSError) as failure:
             checkpoint, error = None, failure
-        _agree(error, f"loading checkpoint {path}")
+        others = [str(other) for other in self.steps() if other != wanted]
+        _agree(error, f"loading checkpoint {path}" + (f" (others: step {', '.join(others)})" if others else ""))
         return checkpoint
 
     def _prepare(self, beside: Path) -> None:
