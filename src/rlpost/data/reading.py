@@ -45,12 +45,21 @@ class BadRows:
         log.warning("left out %s: %s", where, reason)
 
 
-def read_rows(sources: str | Path | Sequence[str | Path | Mapping[str, Any]], bad: BadRows) -> list[Row]:
-    """All rows of one source or several, in their order.
+Source = str | Path | Mapping[str, Any]
+
+
+def read_rows(
+    sources: str | Path | Sequence[Source] | Mapping[str, str | Path | Sequence[Source]], bad: BadRows
+) -> list[Row]:
+    """All rows of one source or several, in their order. Of a mapping the keys become the rows' column `source`,
+    where they have none.
 
     A source is a .jsonl, .json or .parquet file, a folder of them, a folder written by `datasets.save_to_disk`, a
     Hugging Face data set (`id`, `id:split`), or a row itself (a dict). Raises DataError where nothing is left.
     """
+    if isinstance(sources, Mapping):
+        named = [(name, row) for name, given in sources.items() for row in read_rows(given, bad)]
+        return [Row({"source": name, **row.values}, row.where) for name, row in named]
     listed = [sources] if isinstance(sources, str | Path) else list(sources)
     rows: list[Row] = []
     for number, source in enumerate(listed):
