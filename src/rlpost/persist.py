@@ -134,14 +134,45 @@ def save_checkpoint(rooms: Rooms, step: int, *, background: bool = False) -> Pat
         "critic": rooms.critic.model.optimizer_scalars() if rooms.critic is not None else None,
         "version": rooms.publisher.version,
     }
-    config = config_values(rooms.config)
-    return rooms.checkpoints.save(step, tensors, state, rng_state(), config=config, background=background)
+    return rooms.checkpoints.save(
+        step,
+        tensors,
+        state,
+        rng_state(),
+        config=config_values(rooms.config),
+        background=background,
+        keep_also=rooms.guards.best([*rooms.checkpoints.steps(), step]),
+    )
 
 
 def restore_checkpoint(rooms: Rooms, checkpoint: Checkpoint | None) -> int:
     """Put everything back; the number of steps done."""
     if checkpoint is None:
         return 0
+    _restore_training(rooms, checkpoint)
+    rooms.data.load_state(checkpoint.state["data"])
+    # The first publish after a resume brings the very weights that this version already named.
+    rooms.publisher.version = max(0, checkpoint.state["version"] - 1)
+    rooms.guards.load_state_dict(checkpoint.state["guards"])
+    set_rng_state(checkpoint.rank_state)
+    rooms.observer.say(f"resumed from {checkpoint.path}")
+    for change in _changes(checkpoint, rooms.config):
+        rooms.observer.say(f"resumed with {change}")
+    return checkpoint.state["step"]
+
+
+def fall_back(rooms: Rooms, step: int) -> None:
+    """What is trained becomes what it was in the checkpoint of this step: weights, moments, teacher, reference,
+    critic, the algorithm's own state. Steps, data and learning rate go on, or the same run would come again.
+    Collective."""
+    trained = [rooms.policy] + ([rooms.critic.model] if rooms.critic is not None else [])
+    calls = [model.optimizer_scalars()["calls"] for model in trained]  # of the schedule
+    _restore_training(rooms, rooms.checkpoints.load(step))
+    for model, number in zip(trained, calls):
+        model.load_optimizer_scalars({**model.optimizer_scalars(), "calls": number})
+
+
+def _restore_training(rooms: Rooms, checkpoint: Checkpoint) -> None:
     policy, snapshots = rooms.policy, rooms.snapshots
     shapes = policy.hf_shapes()
     _restore_optimizer(policy, checkpoint, "", checkpoint.state["optimizer"])
@@ -149,18 +180,9 @@ def restore_checkpoint(rooms: Rooms, checkpoint: Checkpoint | None) -> int:
         _restore_optimizer(rooms.critic.model, checkpoint, "critic.", checkpoint.state["critic"])
     for tag in snapshots.tags():
         snapshots.put(tag, policy.scatter_masters(checkpoint.tensors(f"tag.{tag}", shapes).__getitem__))
-    rooms.data.load_state(checkpoint.state["data"])
-    # The first publish after a resume brings the very weights that this version already named.
-    rooms.publisher.version = max(0, checkpoint.state["version"] - 1)
     rooms.algorithm.load_state_dict(checkpoint.state["algorithm"])
     if rooms.teacher is not None:
         rooms.teacher.load_state_dict(checkpoint.state["teacher"])
-    rooms.guards.load_state_dict(checkpoint.state["guards"])
-    set_rng_state(checkpoint.rank_state)
-    rooms.observer.say(f"resumed from {checkpoint.path}")
-    for change in _changes(checkpoint, rooms.config):
-        rooms.observer.say(f"resumed with {change}")
-    return checkpoint.state["step"]
 
 
 def _restore_optimizer(model: MegatronPolicy, checkpoint: Checkpoint, prefix: str, scalars: Mapping[str, int]) -> None:

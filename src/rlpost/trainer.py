@@ -81,6 +81,7 @@ class Trainer:
         if algorithm is not None:  # for the record: the run's config.yaml
             config.algorithm = {"_target_": f"{type(algorithm).__module__}.{type(algorithm).__qualname__}"}
         given = {"data": data, "reward": reward, "algorithm": algorithm, "feedback": feedback, "filter": group_filter}
+        given["eval_data"] = eval_data
         objects = {name: value for name, value in given.items() if value is not None}
         check_config(config, objects)
         # Megatron and Transformers load only now: a wrong configuration has failed within a second.
@@ -185,7 +186,9 @@ class Trainer:
             return {}
         with self._guard("evaluate"):
             self._ensure_published()
-            return evaluate(self.rooms, self.step_number)
+            found = evaluate(self.rooms, self.step_number)
+        self.rooms.guards.evaluated(self.step_number, found)
+        return found
 
     def generate(self, prompts: Sequence[str | list[dict[str, str]]], n: int = 1, **sampling: Any) -> list[list[str]]:
         """n responses to each prompt (text, or chat messages); sampling: temperature, top_p, top_k, max_tokens."""
@@ -365,10 +368,35 @@ class Trainer:
             )
 
     def _heed_guards(self) -> None:
+        """Every rank has the same metrics, so all do the same."""
         action = self.config.guards.action
-        for alarm in self.rooms.guards.check(self.last_metrics) if action != "off" else ():
+        alarms = self.rooms.guards.check(self.last_metrics) if action != "off" else []
+        for alarm in alarms:
             self.rooms.observer.say(f"step {self.step_number}: {alarm} (guards.action={action})")
-            self._stopping |= action == "stop"  # every rank has the same metrics
+        if alarms and action == "fallback":
+            self._fall_back()
+        self._stopping |= bool(alarms) and action == "stop"
+
+    def _fall_back(self) -> None:
+        """To the best checkpoint; where there is none, or it was done often enough, the run stops."""
+        from rlpost.persist import fall_back
+
+        guards, say = self.rooms.guards, self.rooms.observer.say
+        with self._guard("fall back"):
+            self.rooms.checkpoints.finish()
+            best, most = guards.best(self.rooms.checkpoints.steps()), self.config.guards.max_fallbacks
+            if best is None or guards.fallbacks == most:
+                why = "no checkpoint was evaluated yet" if best is None else f"guards.max_fallbacks={most} were done"
+                say(f"step {self.step_number}: cannot fall back, as {why}: stopping")
+                self._stopping = True
+                return
+            fall_back(self.rooms, best)
+        guards.fell_back()
+        self._published_at = None
+        say(
+            f"step {self.step_number}: fell back to the weights of step {best}, whose evaluation was "
+            f"{guards.scores[best]:.4g}, the best that is kept ({guards.fallbacks} of {most}); steps and data go on"
+        )
 
     def _guard(self, what: str) -> AbstractContextManager[None]:
         return self.rooms.agreement.guard(what, self.step_number)

@@ -28,7 +28,7 @@ CHOICES = {
     "optim.schedule": ("constant", "linear", "cosine"),
     "critic.schedule": ("constant", "linear", "cosine"),
     "publish.verify": ("off", "first", "always"),
-    "guards.action": ("off", "warn", "stop"),
+    "guards.action": ("off", "warn", "stop", "fallback"),
 }
 AT_LEAST = {
     "trainer.steps": 1,
@@ -44,6 +44,7 @@ AT_LEAST = {
     "data.max_prompt_tokens": 1,
     "publish.bucket_bytes": 1,
     "guards.window": 1,
+    "guards.max_fallbacks": 1,
     "guards.length_factor": 1,
     "guards.reward_drop": 0,
     "engine.max_batch": 1,
@@ -86,6 +87,7 @@ def _mistakes(config: Config, objects: Mapping[str, Any]) -> Iterator[str]:
         if (value := _get(config, key)) < least:
             yield f"{key}={value} is not allowed; it is at least {least}"
     yield from _file_mistakes(config, objects)
+    yield from _fallback_mistakes(config, objects)
     yield from _parallel_mistakes(config)
     from rlpost.algorithms import build_algorithm
 
@@ -98,6 +100,17 @@ def _mistakes(config: Config, objects: Mapping[str, Any]) -> Iterator[str]:
         yield from _algorithm_mistakes(config, algorithm, objects)
         yield from _critic_mistakes(config, algorithm)
         yield from _phase_mistakes(config, algorithm)
+
+
+def _fallback_mistakes(config: Config, objects: Mapping[str, Any]) -> Iterator[str]:
+    every, saved = config.trainer.eval_every, config.trainer.save_every
+    if config.guards.action == "fallback" and (
+        every < 1 or saved < 1 or saved % every or not (config.data.eval or objects.get("eval_data"))
+    ):
+        yield (
+            f"guards.action=fallback goes back to the checkpoint with the best evaluation, so it needs data.eval, "
+            f"trainer.eval_every={every} above 0 and trainer.save_every={saved} a multiple of it"
+        )
 
 
 def _algorithm_mistakes(config: Config, algorithm: Algorithm, objects: Mapping[str, Any]) -> Iterator[str]:

@@ -144,7 +144,8 @@ class TrackerConfig:
 class GuardsConfig:
     """Collapse, as the means of `window` steps show it; see observe/guards.py."""
 
-    action: str = "warn"  # off | warn | stop (after a checkpoint)
+    action: str = "warn"  # off | warn | stop (after a checkpoint) | fallback (to the checkpoint best in evaluation)
+    max_fallbacks: int = 3  # then the run stops
     window: int = 20  # steps
     reward_drop: float = 0.5  # the share of the best window's reward that may be lost
     length_factor: float = 4.0  # times as many response tokens as in the first window, or as few
