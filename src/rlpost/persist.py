@@ -161,15 +161,28 @@ def restore_checkpoint(rooms: Rooms, checkpoint: Checkpoint | None) -> int:
     return checkpoint.state["step"]
 
 
-def fall_back(rooms: Rooms, step: int) -> None:
-    """What is trained becomes what it was in the checkpoint of this step: weights, moments, teacher, reference,
-    critic, the algorithm's own state. Steps, data and learning rate go on, or the same run would come again.
-    Collective."""
+def fall_back(rooms: Rooms, step: int) -> bool:
+    """What is trained becomes what it was in the best checkpoint: weights, moments, teacher, reference, critic, the
+    algorithm's own state. Steps, data and learning rate go on, or the same run would come again. False where there is
+    no such checkpoint, or where it was done often enough. Collective."""
+    guards, most, say = rooms.guards, rooms.config.guards.max_fallbacks, rooms.observer.say
+    rooms.checkpoints.finish()
+    best = guards.best(rooms.checkpoints.steps())
+    if best is None or guards.fallbacks == most:
+        why = "no checkpoint was evaluated yet" if best is None else f"guards.max_fallbacks={most} were done"
+        say(f"step {step}: cannot fall back, as {why}: stopping")
+        return False
     trained = [rooms.policy] + ([rooms.critic.model] if rooms.critic is not None else [])
     calls = [model.optimizer_scalars()["calls"] for model in trained]  # of the schedule
-    _restore_training(rooms, rooms.checkpoints.load(step))
+    _restore_training(rooms, rooms.checkpoints.load(best))
     for model, number in zip(trained, calls):
         model.load_optimizer_scalars({**model.optimizer_scalars(), "calls": number})
+    guards.fell_back()
+    say(
+        f"step {step}: fell back to the weights of step {best}, whose evaluation was {guards.scores[best]:.4g}, the "
+        f"best that is kept ({guards.fallbacks} of {most}); steps and data go on"
+    )
+    return True
 
 
 def _restore_training(rooms: Rooms, checkpoint: Checkpoint) -> None:

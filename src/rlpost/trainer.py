@@ -373,30 +373,13 @@ class Trainer:
         alarms = self.rooms.guards.check(self.last_metrics) if action != "off" else []
         for alarm in alarms:
             self.rooms.observer.say(f"step {self.step_number}: {alarm} (guards.action={action})")
-        if alarms and action == "fallback":
-            self._fall_back()
         self._stopping |= bool(alarms) and action == "stop"
+        if alarms and action == "fallback":
+            from rlpost.persist import fall_back
 
-    def _fall_back(self) -> None:
-        """To the best checkpoint; where there is none, or it was done often enough, the run stops."""
-        from rlpost.persist import fall_back
-
-        guards, say = self.rooms.guards, self.rooms.observer.say
-        with self._guard("fall back"):
-            self.rooms.checkpoints.finish()
-            best, most = guards.best(self.rooms.checkpoints.steps()), self.config.guards.max_fallbacks
-            if best is None or guards.fallbacks == most:
-                why = "no checkpoint was evaluated yet" if best is None else f"guards.max_fallbacks={most} were done"
-                say(f"step {self.step_number}: cannot fall back, as {why}: stopping")
-                self._stopping = True
-                return
-            fall_back(self.rooms, best)
-        guards.fell_back()
-        self._published_at = None
-        say(
-            f"step {self.step_number}: fell back to the weights of step {best}, whose evaluation was "
-            f"{guards.scores[best]:.4g}, the best that is kept ({guards.fallbacks} of {most}); steps and data go on"
-        )
+            with self._guard("fall back"):
+                went_back = fall_back(self.rooms, self.step_number)
+            self._published_at, self._stopping = None, self._stopping or not went_back
 
     def _guard(self, what: str) -> AbstractContextManager[None]:
         return self.rooms.agreement.guard(what, self.step_number)
