@@ -29,9 +29,11 @@ class DataError(ValueError):
 
 @dataclass
 class BadRows:
-    """What happens to a row that cannot be used: `error` raises, `skip` counts it by reason."""
+    """What happens to a row that cannot be used: `error` raises, `skip` counts it by reason. remedy: what chooses
+    `skip`, for the message."""
 
     policy: str = "error"
+    remedy: str = "data.on_bad_row=skip"
     counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -40,7 +42,7 @@ class BadRows:
 
     def report(self, where: str, reason: str) -> None:
         if self.policy == "error":
-            raise DataError(f"{where}: {reason} (data.on_bad_row=skip leaves such rows out and counts them)")
+            raise DataError(f"{where}: {reason} ({self.remedy} leaves such rows out and counts them)")
         self.counts[reason.split(":")[0]] += 1
         log.warning("left out %s: %s", where, reason)
 
