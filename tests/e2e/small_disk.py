@@ -93,7 +93,7 @@ def read_only():
     subprocess.run(["mount", "-o", "remount,ro", DISK], check=True)
     for name in ("kept", "new"):
         code, words = run(name)
-        assert code == 1 and words.strip().splitlines()[-2].startswith("[Errno 30] Read-only file system"), words
+        assert code == 1 and words.strip().splitlines()[-1].startswith("[Errno 30] Read-only file system"), words
     assert {path: path.stat().st_mtime for path in DISK.rglob("*")} == before
 
 

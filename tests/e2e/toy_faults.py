@@ -29,7 +29,7 @@ def crashing(sample):
 
 
 def crashing_on_rank_1(sample):
-    return crashing(sample) if os.environ["RANK"] == "1" and _count() > 8 else variety(sample)
+    return crashing(sample) if os.environ["RANK"] == "1" and _count() > 40 else variety(sample)
 
 
 def filling(sample):
@@ -64,3 +64,10 @@ def nan_loss_on_rank_1_once(logp_N, old_N, advantages_N, micro):
     """In the second step."""
     bad = os.environ["RANK"] == "1" and _count() == 2
     return -advantages_N * logp_N * (float("nan") if bad else 1.0), torch.zeros_like(logp_N)
+
+
+def hanging_later(sample):
+    if _count() > 70:
+        os.write(2, b"the reward hangs\n")
+        threading.Event().wait()
+    return variety(sample)
