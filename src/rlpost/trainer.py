@@ -262,7 +262,7 @@ class Trainer:
         from rlpost.rollout.sampler import rollout_metrics
 
         work.samples = self.rooms.gather(work.samples)
-        work.metrics |= rollout_metrics(work.samples)
+        work.metrics |= rollout_metrics(work.samples, self.rooms.publisher.version)
         work.metrics |= self.rooms.algorithm.prepare(work.samples)
         work.updates = self.rooms.batcher.updates(work.samples)
         needs = self.rooms.algorithm.needs

@@ -30,6 +30,16 @@ REFUSED = {
         ["algorithm.kl_coef=0.1"],
         "algorithm.kl_coef=0.1 and algorithm.kl_loss_coef=0.1 are not allowed together",
     ),
+    "an unbiased KL that is not in the loss": (
+        "grpo",
+        ["algorithm=grpo", "algorithm.kl_coef=0.1", "algorithm.kl_unbiased=true"],
+        "algorithm.kl_unbiased=true corrects the gradient of the KL in the loss",
+    ),
+    "a reference that moves and is not kept": (
+        "grpo",
+        ["algorithm=grpo", "algorithm.reference_every=5"],
+        "algorithm.reference_every=5 moves a reference that is not kept",
+    ),
     "OPD as loss and advantage": (
         "sdpo",
         [*OPD, "algorithm.advantage_coef=1"],
