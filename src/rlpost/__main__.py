@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlpost.launcher import STOPPED, leave, tell_launcher
+
 if TYPE_CHECKING:
     from rlpost.trainer import Trainer
 
@@ -22,6 +24,7 @@ rlpost: RL post-training of language models.
   python -m rlpost eval RUN [group.key=value …]                             evaluate a run's last checkpoint
   python -m rlpost generate RUN PROMPT [PROMPT …]                           sample from a run's last checkpoint
   python -m rlpost export RUN [--step N] [--tag teacher] [--dtype bf16]     a checkpoint as a Hugging Face directory
+  python -m rlpost doctor [DIR]                                             what this machine has, and what to fix
 
 recipes:  {recipes}
 groups:   {groups}
@@ -44,11 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         if rank == 0:
             print(error, file=sys.stderr)
+        tell_launcher(str(error), rank == 0)
         return 2
     except KeyboardInterrupt:
-        from rlpost.failures import leave
-        from rlpost.signals import STOPPED
-
         if rank == 0:
             print(STOPPED, file=sys.stderr)
         if "RANK" in os.environ:
@@ -107,7 +108,7 @@ def _train(arguments: list[str]) -> int:
 
 def _run(build: Callable[[], Trainer], use: Callable[[Trainer], object], directory: Path | None) -> int:
     """directory: the run's, where the traceback of a failure goes."""
-    from rlpost.failures import PhaseError, leave, report
+    from rlpost.failures import PhaseError, report
 
     try:
         trainer = build()
@@ -127,6 +128,12 @@ def _quickstart(arguments: list[str]) -> int:
     return quickstart(arguments)
 
 
+def _doctor(arguments: list[str]) -> int:
+    from rlpost.doctor import main as doctor
+
+    return doctor(arguments)
+
+
 def _prepare(arguments: list[str]) -> int:
     import argparse
     import json
@@ -139,9 +146,10 @@ def _prepare(arguments: list[str]) -> int:
     parser.add_argument("out", help="the folder to write to")
     parser.add_argument("--eval-ratio", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--on-bad-row", choices=("error", "skip"), default="error", help="skip: leave out and count")
     given = parser.parse_args(arguments)
     try:
-        print(json.dumps(prepare(given.kind, given.src, given.out, given.eval_ratio, given.seed), indent=2))
+        print(json.dumps(prepare(**vars(given)), indent=2))
     except (ValueError, OSError) as error:
         print(f"rlpost prepare: {error}", file=sys.stderr)
         return 2
@@ -202,7 +210,14 @@ def _usage(line: str) -> int:
     return 2
 
 
-COMMANDS = {"quickstart": _quickstart, "prepare": _prepare, "eval": _eval, "generate": _generate, "export": _export}
+COMMANDS = {
+    "quickstart": _quickstart,
+    "prepare": _prepare,
+    "eval": _eval,
+    "generate": _generate,
+    "export": _export,
+    "doctor": _doctor,
+}
 
 if __name__ == "__main__":
     code = main()

@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from rlpost.launcher import tell_launcher
+
 # What uses less memory, by the phase in which it ran out.
 TRAINING = (
     "lower train.max_tokens_per_micro_batch or model.head_chunk_tokens, set train.recompute=full, "
@@ -114,8 +116,10 @@ def report(error: PhaseError, directory: Path | None) -> None:
         raised = error.__traceback__ is not None  # by the main thread, not found by the watch-dog
         whole = "".join(traceback.format_exception(error)) if raised and not kept else ""
         where = f"The traceback is in {kept}. " if raised and kept else ""
+        intact = "" if error.phase == "start" else "What was saved before is intact."
         # One write: lines of several ranks must not mix.
-        os.write(2, f"{whole}\n{text}\n{where}What was saved before is intact.\n".encode())
+        sys.stderr.write(f"{whole}\n{text}\n{(where + intact).strip()}\n")
+        sys.stderr.flush()
     tell_launcher(text, error.reporter == rank)
 
 
@@ -131,22 +135,3 @@ def _keep_traceback(error: PhaseError, rank: int, directory: Path | None) -> Pat
     except OSError:
         return None
     return directory / "log.txt"
-
-
-def tell_launcher(text: str, mine: bool) -> None:
-    """torchrun shows what stands in this file; its root cause is the first failure by time, so others come later."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is None:
-        return
-    shown = text if mine else "ended by another rank's failure, see there"
-    try:
-        Path(path).write_text(json.dumps({"message": shown, "timestamp": int(time.time()) + (0 if mine else 5)}))
-    except OSError as problem:
-        print(f"rlpost: torchrun is not told of the failure: {problem}", file=sys.stderr)
-
-
-def leave(code: int) -> None:
-    """End now, without waiting for collectives that a failed rank will never join."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

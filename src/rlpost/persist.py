@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import logging
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,12 +20,12 @@ from rlpost.weights.checkpoint import CheckpointStore, versions
 from rlpost.weights.checkpoint_reader import Checkpoint, CheckpointError
 from rlpost.weights.export import save_pretrained
 from rlpost.weights.rank_state import rng_state, set_rng_state
+from rlpost.weights.shards import replace_text
 from rlpost.weights.snapshots import STUDENT
 
 if TYPE_CHECKING:
     from rlpost.assemble import Rooms
-
-log = logging.getLogger(__name__)
+    from rlpost.policy.megatron import MegatronPolicy
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MOMENTS = ("master", "exp_avg", "exp_avg_sq")
@@ -72,12 +74,11 @@ def find_checkpoint(config: Config) -> Checkpoint | None:
             raise ConfigError([f"trainer.resume={source} holds no checkpoint"])
         return None
     checkpoint = store.load(wanted)
-    _compare(checkpoint, config)
+    _refuse_another_run(checkpoint, config)
     return checkpoint
 
 
-def _compare(checkpoint: Checkpoint, config: Config) -> None:
-    """Say what differs from the run that wrote the checkpoint; ConfigError where it is another run."""
+def _refuse_another_run(checkpoint: Checkpoint, config: Config) -> None:
     changed = differences(_known_config(checkpoint), config_values(config))
     refused = [
         f"{key} was {old!r} and is now {new!r}"
@@ -88,14 +89,18 @@ def _compare(checkpoint: Checkpoint, config: Config) -> None:
         raise ConfigError(
             [f"{checkpoint.path} holds another run: {'; '.join(refused)}. Choose another run.name to start anew"]
         )
-    for key, (old, new) in changed.items():
+
+
+def _changes(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
+    """What is not as it was when the checkpoint was written: fields and versions."""
+    for key, (old, new) in differences(_known_config(checkpoint), config_values(config)).items():
         if key not in UNTOLD:
-            log.warning("resumed with %s=%r (was %r)", key, new, old)
+            yield f"{key}={new!r} (was {old!r})"
     installed = versions()
     for package in sorted(checkpoint.versions.keys() | installed.keys()):
         old, new = (found.get(package, "not installed") for found in (checkpoint.versions, installed))
         if old != new:
-            log.warning("resumed with %s %s (was %s)", package, new, old)
+            yield f"{package} {new} (was {old})"
 
 
 def _known_config(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -129,34 +134,106 @@ def save_checkpoint(rooms: Rooms, step: int, *, background: bool = False) -> Pat
         "critic": rooms.critic.model.optimizer_scalars() if rooms.critic is not None else None,
         "version": rooms.publisher.version,
     }
-    config = config_values(rooms.config)
-    return rooms.checkpoints.save(step, tensors, state, rng_state(), config=config, background=background)
+    return rooms.checkpoints.save(
+        step,
+        tensors,
+        state,
+        rng_state(),
+        config=config_values(rooms.config),
+        background=background,
+        keep_also=rooms.guards.best([*rooms.checkpoints.steps(), step]),
+    )
 
 
 def restore_checkpoint(rooms: Rooms, checkpoint: Checkpoint | None) -> int:
     """Put everything back; the number of steps done."""
     if checkpoint is None:
         return 0
-    policy, snapshots = rooms.policy, rooms.snapshots
-    for kind in MOMENTS:
-        policy.load_optimizer_tensors(kind, checkpoint.tensors(kind).__getitem__)
-    policy.load_optimizer_scalars(checkpoint.state["optimizer"])
-    if rooms.critic is not None:
-        for kind in MOMENTS:
-            rooms.critic.model.load_optimizer_tensors(kind, checkpoint.tensors(f"critic.{kind}").__getitem__)
-        rooms.critic.model.load_optimizer_scalars(checkpoint.state["critic"])
-    for tag in snapshots.tags():
-        snapshots.put(tag, policy.scatter_masters(checkpoint.tensors(f"tag.{tag}").__getitem__))
+    _restore_training(rooms, checkpoint)
     rooms.data.load_state(checkpoint.state["data"])
     # The first publish after a resume brings the very weights that this version already named.
     rooms.publisher.version = max(0, checkpoint.state["version"] - 1)
+    rooms.guards.load_state_dict(checkpoint.state["guards"])
+    set_rng_state(checkpoint.rank_state)
+    rooms.observer.say(f"resumed from {checkpoint.path}")
+    for change in _changes(checkpoint, rooms.config):
+        rooms.observer.say(f"resumed with {change}")
+    return checkpoint.state["step"]
+
+
+def fall_back(rooms: Rooms, step: int) -> bool:
+    """What is trained becomes what it was in the best checkpoint: weights, moments, teacher, reference, critic, the
+    algorithm's own state. Steps, data and learning rate go on, or the same run would come again. False where there is
+    no such checkpoint, or where it was done often enough. Collective."""
+    guards, most, say = rooms.guards, rooms.config.guards.max_fallbacks, rooms.observer.say
+    rooms.checkpoints.finish()
+    best = guards.best(rooms.checkpoints.steps())
+    if best is None or guards.fallbacks == most:
+        why = "no checkpoint was evaluated yet" if best is None else f"guards.max_fallbacks={most} were done"
+        say(f"step {step}: cannot fall back, as {why}: stopping")
+        return False
+    trained = [rooms.policy] + ([rooms.critic.model] if rooms.critic is not None else [])
+    calls = [model.optimizer_scalars()["calls"] for model in trained]  # of the schedule
+    _restore_training(rooms, rooms.checkpoints.load(best))
+    for model, number in zip(trained, calls):
+        model.load_optimizer_scalars({**model.optimizer_scalars(), "calls": number})
+    guards.fell_back()
+    say(
+        f"step {step}: fell back to the weights of step {best}, whose evaluation was {guards.scores[best]:.4g}, the "
+        f"best that is kept ({guards.fallbacks} of {most}); steps and data go on"
+    )
+    return True
+
+
+def _restore_training(rooms: Rooms, checkpoint: Checkpoint) -> None:
+    policy, snapshots = rooms.policy, rooms.snapshots
+    shapes = policy.hf_shapes()
+    _restore_optimizer(policy, checkpoint, "", checkpoint.state["optimizer"])
+    if rooms.critic is not None:
+        _restore_optimizer(rooms.critic.model, checkpoint, "critic.", checkpoint.state["critic"])
+    for tag in snapshots.tags():
+        snapshots.put(tag, policy.scatter_masters(checkpoint.tensors(f"tag.{tag}", shapes).__getitem__))
     rooms.algorithm.load_state_dict(checkpoint.state["algorithm"])
     if rooms.teacher is not None:
         rooms.teacher.load_state_dict(checkpoint.state["teacher"])
-    rooms.guards.load_state_dict(checkpoint.state["guards"])
-    set_rng_state(checkpoint.rank_state)
-    log.info("resumed from %s", checkpoint.path)
-    return checkpoint.state["step"]
+
+
+def _restore_optimizer(model: MegatronPolicy, checkpoint: Checkpoint, prefix: str, scalars: Mapping[str, int]) -> None:
+    shapes = model.hf_shapes()
+    for kind in MOMENTS:
+        model.load_optimizer_tensors(kind, checkpoint.tensors(f"{prefix}{kind}", shapes).__getitem__)
+    model.load_optimizer_scalars(dict(scalars))
+
+
+def write_provider(rooms: Rooms) -> None:
+    """provider.json beside the run's config.yaml: Megatron's configuration of the model, as it was resolved."""
+    if rooms.agreement.rank == 0:
+        provider = {
+            "megatron-core": versions().get("megatron-core"),
+            "transformer_config": {
+                f.name: _plain(getattr(rooms.policy.transformer_config, f.name))
+                for f in fields(rooms.policy.transformer_config)
+            },
+        }
+        replace_text(rooms.directory / "provider.json", json.dumps(provider, indent=2) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    """As JSON: what has no form there by its name (dtypes, functions, choices)."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case list() | tuple():
+            return [_plain(item) for item in value]
+        case dict():
+            return {str(key): _plain(item) for key, item in value.items()}
+        case partial():
+            given = [str(_plain(item)) for item in value.args] + [f"{k}={_plain(v)}" for k, v in value.keywords.items()]
+            return f"{_plain(value.func)}({', '.join(given)})"
+        case FunctionType() | BuiltinFunctionType() | type():
+            return f"{value.__module__}.{value.__qualname__}"
+        case _:
+            return str(value)
 
 
 def export(rooms: Rooms, step: int, directory: str | Path | None) -> Path:

@@ -9,7 +9,7 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from rlpost.failures import leave
+from rlpost.launcher import STOPPED, leave
 
 if TYPE_CHECKING:
     from rlpost.phases import Agreement
@@ -18,7 +18,6 @@ log = logging.getLogger(__name__)
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 UNWIND_S = 2.0  # for the main thread to end by itself after the second signal
-STOPPED = "stopped at once; the last checkpoint is intact"
 
 
 class StopOnSignal:

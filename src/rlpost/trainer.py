@@ -81,12 +81,13 @@ class Trainer:
         if algorithm is not None:  # for the record: the run's config.yaml
             config.algorithm = {"_target_": f"{type(algorithm).__module__}.{type(algorithm).__qualname__}"}
         given = {"data": data, "reward": reward, "algorithm": algorithm, "feedback": feedback, "filter": group_filter}
+        given["eval_data"] = eval_data
         objects = {name: value for name, value in given.items() if value is not None}
         check_config(config, objects)
         # Megatron and Transformers load only now: a wrong configuration has failed within a second.
         from rlpost.assemble import assemble
         from rlpost.parallel import init_distributed
-        from rlpost.persist import find_checkpoint, restore_checkpoint, run_directory
+        from rlpost.persist import find_checkpoint, restore_checkpoint, run_directory, write_provider
 
         limits = [config.trainer.phase_timeout_s, *(p.timeout_s for p in config.phases if p.timeout_s is not None)]
         init_distributed(max(limits) + GROUP_MARGIN_S if all(limits) else UNLIMITED_S)
@@ -103,6 +104,7 @@ class Trainer:
                 eval_data=eval_data or {},
                 objects=objects,
             )
+            write_provider(self.rooms)
             self.step_number = restore_checkpoint(self.rooms, checkpoint)  # steps done
         self.last_metrics: dict[str, float] = {}
         self._skipped_in_a_row = {"optim": 0, "critic": 0}
@@ -184,7 +186,9 @@ class Trainer:
             return {}
         with self._guard("evaluate"):
             self._ensure_published()
-            return evaluate(self.rooms, self.step_number)
+            found = evaluate(self.rooms, self.step_number)
+        self.rooms.guards.evaluated(self.step_number, found)
+        return found
 
     def generate(self, prompts: Sequence[str | list[dict[str, str]]], n: int = 1, **sampling: Any) -> list[list[str]]:
         """n responses to each prompt (text, or chat messages); sampling: temperature, top_p, top_k, max_tokens."""
@@ -258,7 +262,7 @@ class Trainer:
         from rlpost.rollout.sampler import rollout_metrics
 
         work.samples = self.rooms.gather(work.samples)
-        work.metrics |= rollout_metrics(work.samples)
+        work.metrics |= rollout_metrics(work.samples, self.rooms.publisher.version)
         work.metrics |= self.rooms.algorithm.prepare(work.samples)
         work.updates = self.rooms.batcher.updates(work.samples)
         needs = self.rooms.algorithm.needs
@@ -364,10 +368,18 @@ class Trainer:
             )
 
     def _heed_guards(self) -> None:
+        """Every rank has the same metrics, so all do the same."""
         action = self.config.guards.action
-        for alarm in self.rooms.guards.check(self.last_metrics) if action != "off" else ():
+        alarms = self.rooms.guards.check(self.last_metrics) if action != "off" else []
+        for alarm in alarms:
             self.rooms.observer.say(f"step {self.step_number}: {alarm} (guards.action={action})")
-            self._stopping |= action == "stop"  # every rank has the same metrics
+        self._stopping |= bool(alarms) and action == "stop"
+        if alarms and action == "fallback":
+            from rlpost.persist import fall_back
+
+            with self._guard("fall back"):
+                went_back = fall_back(self.rooms, self.step_number)
+            self._published_at, self._stopping = None, self._stopping or not went_back
 
     def _guard(self, what: str) -> AbstractContextManager[None]:
         return self.rooms.agreement.guard(what, self.step_number)

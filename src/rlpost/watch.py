@@ -86,6 +86,8 @@ class Watch:
         self._work: Work | None = None
         self.answered = False
         self._stacks = os.memfd_create("rlpost-stacks")
+        if not faulthandler.is_enabled():
+            faulthandler.enable(file=2)  # a crash in C code says where it was
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True, chain=False)
         _, born = _process(os.getpid())
         me = Peer(rank, socket.gethostname(), os.getpid(), born, self._stacks)

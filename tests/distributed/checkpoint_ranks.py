@@ -59,7 +59,7 @@ class Run:
 
     def restore(self, checkpoint) -> None:
         for kind in KINDS:
-            self.policy.load_optimizer_tensors(kind, checkpoint.tensors(kind).__getitem__)
+            self.policy.load_optimizer_tensors(kind, checkpoint.tensors(kind, self.policy.hf_shapes()).__getitem__)
         self.policy.load_optimizer_scalars(checkpoint.state["optimizer"])
         self.snapshots.put(TEACHER, self.policy.scatter_masters(checkpoint.tensors(TEACHER).__getitem__))
 

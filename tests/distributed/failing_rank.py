@@ -12,7 +12,8 @@ import torch.distributed as dist
 from launch import say
 
 from rlpost.config.schema import PhaseConfig
-from rlpost.failures import PhaseError, leave, report
+from rlpost.failures import PhaseError, report
+from rlpost.launcher import leave
 from rlpost.phases import Agreement, PhaseMachine
 
 LIMIT_S = 2.0

@@ -26,6 +26,11 @@ def test_three_and_three_steps_are_six(algorithm, ranks, tiny, tmp_path):
     assert (halves / "tokens.jsonl").read_text() == (whole / "tokens.jsonl").read_text()
     assert len(learned(whole)) == 6 and learned(halves) == learned(whole)
 
+    log = (halves / "run" / "log.txt").read_text()
+    assert "resumed with trainer.steps=6 (was 3)" in log and log.count("resumed with") == 1
+    provider = json.loads((whole / "run" / "provider.json").read_text())["transformer_config"]
+    assert (provider["num_layers"], provider["params_dtype"]) == (2, "torch.float32")
+
     manifests = [manifest(folder, 6) for folder in (whole, halves)]
     kinds = {"sdpo": {"tag.teacher"}, "grpo": {"tag.reference"}, "ppo": {"critic.master", "critic.exp_avg"}}
     assert {"master", "exp_avg", "exp_avg_sq"} | kinds[algorithm] <= manifests[0]["tensors"].keys()

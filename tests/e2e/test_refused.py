@@ -30,6 +30,16 @@ REFUSED = {
         ["algorithm.kl_coef=0.1"],
         "algorithm.kl_coef=0.1 and algorithm.kl_loss_coef=0.1 are not allowed together",
     ),
+    "an unbiased KL that is not in the loss": (
+        "grpo",
+        ["algorithm=grpo", "algorithm.kl_coef=0.1", "algorithm.kl_unbiased=true"],
+        "algorithm.kl_unbiased=true corrects the gradient of the KL in the loss",
+    ),
+    "a reference that moves and is not kept": (
+        "grpo",
+        ["algorithm=grpo", "algorithm.reference_every=5"],
+        "algorithm.reference_every=5 moves a reference that is not kept",
+    ),
     "OPD as loss and advantage": (
         "sdpo",
         [*OPD, "algorithm.advantage_coef=1"],
@@ -154,10 +164,20 @@ REFUSED = {
         "critic.schedule=step is not allowed; allowed are constant, linear, cosine",
     ),
     "a bound on values of nothing": ("ppo", ["algorithm.value_clip=0"], "algorithm.value_clip=0 is not allowed"),
+    "a fallback without evaluations": (
+        "grpo",
+        ["guards.action=fallback", "trainer.save_every=2"],
+        "guards.action=fallback goes back to the checkpoint with the best evaluation, so it needs data.eval",
+    ),
+    "a fallback to checkpoints that are not evaluated": (
+        "grpo",
+        ["guards.action=fallback", "data.eval.a=b.jsonl", "trainer.save_every=3", "trainer.eval_every=2"],
+        "trainer.eval_every=2 above 0 and trainer.save_every=3 a multiple of it",
+    ),
     "an unknown guard": (
         "grpo",
         ["guards.action=shout"],
-        "guards.action=shout is not allowed; allowed are off, warn, stop",
+        "guards.action=shout is not allowed; allowed are off, warn, stop, fallback",
     ),
 }
 

@@ -113,7 +113,7 @@ def test_the_last_ones_stay(tmp_path):
     save(store, 6)  # resumed from 5: the later one belongs to a future that was given up
     assert store.steps() == [2, 5, 6] and store.latest() == 6
     assert store.load(2).state == {"step": 2}
-    with pytest.raises(CheckpointError, match="there is none; there are: 2, 5, 6"):
+    with pytest.raises(CheckpointError, match=r"step_000010 \(others: step 2, 5, 6\): .*there is none"):
         store.load(10)
     with pytest.raises(ValueError, match="keep=0"):
         CheckpointStore(tmp_path, keep=0)

@@ -130,6 +130,18 @@ def test_transform_and_columns_by_name():
         dataset(rows(1), transform=f"{__name__}.shuot")
 
 
+def test_a_mapping_names_the_source_of_its_rows(tmp_path):
+    paths = {name: write_jsonl(tmp_path / f"{name}.jsonl", values) for name, values in (("a", rows(2)), ("b", rows(1)))}
+    own = [{"prompt": "?", "source": "mine"}]
+    made = dataset({"math": [paths["a"], paths["b"]], "law": own, "code": paths["b"]})
+    assert [prompt.source for prompt in made.prompts] == ["math"] * 3 + ["mine", "code"]
+
+
+def test_the_answer_block_makes_a_conversation_of_a_question():
+    (prompt,) = dataset(rows(1), responses=True, transform="rlpost.data.templates.with_answer_block").prompts
+    assert prompt.messages[-1] == {"role": "assistant", "content": "<answer>\n0\n</answer>"}
+
+
 def test_length_is_counted_in_tokens_of_the_whole_template():
     values = [{"prompt": "x" * n} for n in (10, 11)]
     limit = len(dataset(values[:1]).prompts[0].ids)

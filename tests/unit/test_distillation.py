@@ -40,7 +40,10 @@ def test_opd_as_an_advantage(old):
     assert step.algorithm.needs == {"rollout", "teacher", "old_logprobs"}
 
 
-def test_the_expected_update_of_the_advantage_is_that_of_the_reverse_kl():
+@pytest.mark.parametrize(
+    "way", [{"loss_coef": 0, "advantage_coef": 1.0}, {"mode": "sampled"}], ids=["advantage", "loss"]
+)
+def test_the_expected_update_of_the_sampled_token_is_that_of_the_reverse_kl(way):
     """Over all one-token responses, weighted by their probability."""
     from test_variants import response
 
@@ -49,7 +52,7 @@ def test_the_expected_update_of_the_advantage_is_that_of_the_reverse_kl():
 
     student = torch.tensor([0.5, 0.0, -0.5, 0.2], dtype=torch.float64, requires_grad=True)
     teacher = torch.tensor([-1.0, 0.3, 1.5, 0.0], dtype=torch.float64).log_softmax(0)
-    algorithm = build_algorithm({"name": "opd", "loss_coef": 0, "advantage_coef": 1.0})
+    algorithm = build_algorithm({"name": "opd", **way})
     expected = torch.zeros(4, dtype=torch.float64)
     for symbol, probability in enumerate(student.detach().softmax(0)):
         sample = response([symbol], 0, 0, 0.0, teacher_logprobs=teacher[[symbol]])

@@ -1,5 +1,7 @@
 """Collapse is said once, when it begins."""
 
+import json
+
 import pytest
 
 from rlpost.config.schema import GuardsConfig
@@ -42,3 +44,28 @@ def test_a_resumed_run_goes_on_watching():
     feed(first, REWARD, values[:4])
     second.load_state_dict(first.state_dict())
     assert feed(second, REWARD, values[4:]) == [0]
+
+
+def test_the_best_evaluated_step_is_found_among_those_that_are_kept():
+    guards = Guards(GuardsConfig(action="fallback"))
+    assert guards.best([0, 2]) is None
+    for step, score in ((0, 0.9), (2, 0.3), (4, 0.7), (6, 0.7), (8, 0.1)):
+        guards.evaluated(step, {"eval/a/mean@4": score + 0.1, "eval/b/mean@1": score - 0.1, "eval/a/pass@4": 1.0})
+    assert guards.best([2, 4, 6, 7, 8]) == 6  # the latest of the best; 7 was not evaluated
+    assert guards.best([]) is None and guards.best([7]) is None
+    guards.evaluated(9, {})
+    assert guards.best([2, 9]) == 2
+    assert Guards(GuardsConfig(action="stop")).best([2]) is None
+
+
+def test_after_a_fallback_a_whole_window_must_collapse_again():
+    config = GuardsConfig(window=2, action="fallback")
+    guards = Guards(config)
+    assert feed(guards, REWARD, [0.8, 0.8, 0.1, 0.1]) == [3]
+    guards.fell_back()
+    resumed = Guards(config)
+    guards.evaluated(3, {"eval/a/mean@1": 0.5})
+    resumed.load_state_dict(json.loads(json.dumps(guards.state_dict())))
+    for one in (guards, resumed):
+        assert one.fallbacks == 1 and one.best([3]) == 3
+        assert feed(one, REWARD, [0.1, 0.8, 0.1, 0.1]) == [3]

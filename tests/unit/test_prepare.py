@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from rlpost.__main__ import main
 from rlpost.data.prepare import prepare
 from rlpost.data.reading import BadRows, DataError, read_rows
 
@@ -118,3 +119,13 @@ def test_rows_already_in_shape_pass_through(tmp_path, domain, rows):
     }
     after = {json.dumps(row, sort_keys=True) for part in ("train", "eval") for row in read(tmp_path / f"{part}.jsonl")}
     assert before == after
+
+
+def test_the_command_leaves_bad_rows_out_where_it_is_told(tmp_path, capsys):
+    source = tmp_path / "rows.jsonl"
+    source.write_text('{"prompt": "a", "answer": "b"}\n{broken\n{"prompt": "c", "answer": "d"}\n')
+    arguments = ["prepare", "jsonl", str(source), str(tmp_path / "out")]
+    assert main(arguments) == 2
+    assert "rows.jsonl:2: broken JSON" in (said := capsys.readouterr().err) and "--on-bad-row skip" in said
+    assert main([*arguments, "--on-bad-row", "skip"]) == 0
+    assert json.loads(capsys.readouterr().out)["left_out"] == {"broken JSON": 1}

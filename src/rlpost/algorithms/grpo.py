@@ -79,6 +79,16 @@ class GRPO(CorrectedAlgorithm):
                 f"algorithm.kl_coef={self.kl_coef} and algorithm.kl_loss_coef={self.kl_loss_coef} are not allowed "
                 "together; the KL is either in the reward or in the loss, so one of them is 0"
             )
+        if not wrong and self.kl_unbiased is True and not self.kl_loss_coef:
+            yield (
+                "algorithm.kl_unbiased=true corrects the gradient of the KL in the loss, but algorithm.kl_loss_coef=0: "
+                "there is none"
+            )
+        if not wrong and self.reference_every is not None and not (self.kl_coef or self.kl_loss_coef):
+            yield (
+                f"algorithm.reference_every={self.reference_every} moves a reference that is not kept, as both "
+                "algorithm.kl_coef and algorithm.kl_loss_coef are 0"
+            )
 
     @property
     def needs(self) -> frozenset[str]:

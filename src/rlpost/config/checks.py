@@ -28,7 +28,7 @@ CHOICES = {
     "optim.schedule": ("constant", "linear", "cosine"),
     "critic.schedule": ("constant", "linear", "cosine"),
     "publish.verify": ("off", "first", "always"),
-    "guards.action": ("off", "warn", "stop"),
+    "guards.action": ("off", "warn", "stop", "fallback"),
 }
 AT_LEAST = {
     "trainer.steps": 1,
@@ -44,6 +44,7 @@ AT_LEAST = {
     "data.max_prompt_tokens": 1,
     "publish.bucket_bytes": 1,
     "guards.window": 1,
+    "guards.max_fallbacks": 1,
     "guards.length_factor": 1,
     "guards.reward_drop": 0,
     "engine.max_batch": 1,
@@ -86,6 +87,7 @@ def _mistakes(config: Config, objects: Mapping[str, Any]) -> Iterator[str]:
         if (value := _get(config, key)) < least:
             yield f"{key}={value} is not allowed; it is at least {least}"
     yield from _file_mistakes(config, objects)
+    yield from _fallback_mistakes(config, objects)
     yield from _parallel_mistakes(config)
     from rlpost.algorithms import build_algorithm
 
@@ -98,6 +100,17 @@ def _mistakes(config: Config, objects: Mapping[str, Any]) -> Iterator[str]:
         yield from _algorithm_mistakes(config, algorithm, objects)
         yield from _critic_mistakes(config, algorithm)
         yield from _phase_mistakes(config, algorithm)
+
+
+def _fallback_mistakes(config: Config, objects: Mapping[str, Any]) -> Iterator[str]:
+    every, saved = config.trainer.eval_every, config.trainer.save_every
+    if config.guards.action == "fallback" and (
+        every < 1 or saved < 1 or saved % every or not (config.data.eval or objects.get("eval_data"))
+    ):
+        yield (
+            f"guards.action=fallback goes back to the checkpoint with the best evaluation, so it needs data.eval, "
+            f"trainer.eval_every={every} above 0 and trainer.save_every={saved} a multiple of it"
+        )
 
 
 def _algorithm_mistakes(config: Config, algorithm: Algorithm, objects: Mapping[str, Any]) -> Iterator[str]:
@@ -252,10 +265,13 @@ def _file_mistakes(config: Config, objects: Mapping[str, Any]) -> Iterator[str]:
         looks_local = path.is_absolute() or config.model.path.startswith(".") or config.model.path.count("/") != 1
         if path.is_dir() and not (path / "config.json").is_file():
             yield f"model.path={path} has no config.json: it is not a Hugging Face model directory"
-        elif not path.is_dir() and looks_local:
+        elif path.is_dir():
+            yield from _weight_mistakes(path)
+        elif looks_local:
             yield f"model.path={path} does not exist: give a Hugging Face directory (or a hub id, owner/name)"
     if "data" not in objects:
-        for source in config.data.train if isinstance(config.data.train, list) else [config.data.train]:
+        train = config.data.train.values() if isinstance(config.data.train, dict) else [config.data.train]
+        for source in (one for given in train for one in (given if isinstance(given, list) else [given])):
             yield from _missing_file("data.train", source)
     for name, spec in config.data.eval.items():
         if isinstance(spec, dict) and "path" not in spec:
@@ -264,6 +280,15 @@ def _file_mistakes(config: Config, objects: Mapping[str, Any]) -> Iterator[str]:
         yield from _missing_file(f"data.eval.{name}", spec["path"] if isinstance(spec, dict) else spec)
     if config.trainer.resume not in ("auto", "never") and not Path(config.trainer.resume).is_dir():
         yield f"trainer.resume={config.trainer.resume} is neither auto, never nor a directory"
+
+
+def _weight_mistakes(path: Path) -> Iterator[str]:
+    from rlpost.policy.hf_io import weight_files
+
+    try:
+        weight_files(path)
+    except (FileNotFoundError, ValueError) as error:
+        yield f"model.path: {error}"
 
 
 def _missing_file(key: str, source: Any) -> Iterator[str]:

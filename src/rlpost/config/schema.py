@@ -35,7 +35,7 @@ class TrainerConfig:
 
 @dataclass
 class DataConfig:
-    train: Any = MISSING  # a path, a Hugging Face data set id, or a list of them
+    train: Any = MISSING  # a path, a Hugging Face data set id, or a list of them; or {source: any of these}
     eval: dict[str, Any] = field(default_factory=dict)  # name: path, or {path, samples, temperature, top_p, limit}
     prompt_key: str = "prompt"
     answer_key: str | None = "answer"
@@ -56,6 +56,7 @@ class ModelConfig:
     path: str = MISSING
     impl: str = "auto"  # auto | local | transformer_engine
     dtype: str = "fp32"  # fp32 | bf16 (with fp32 masters)
+    warm_page_cache: bool = True  # one rank of each node reads the files before all map them into memory
     head_chunk_tokens: int = 0  # rows of logits alive at once; 0: chosen from the vocabulary
 
 
@@ -143,7 +144,8 @@ class TrackerConfig:
 class GuardsConfig:
     """Collapse, as the means of `window` steps show it; see observe/guards.py."""
 
-    action: str = "warn"  # off | warn | stop (after a checkpoint)
+    action: str = "warn"  # off | warn | stop (after a checkpoint) | fallback (to the checkpoint best in evaluation)
+    max_fallbacks: int = 3  # then the run stops
     window: int = 20  # steps
     reward_drop: float = 0.5  # the share of the best window's reward that may be lost
     length_factor: float = 4.0  # times as many response tokens as in the first window, or as few

@@ -50,7 +50,7 @@ def prepare(
         raise ValueError(f"there is no kind {kind!r}; there are {', '.join(KINDS)}")
     if not 0 <= eval_ratio < 1:
         raise ValueError(f"eval_ratio={eval_ratio} is not allowed; it is at least 0 and below 1")
-    bad = BadRows(on_bad_row)
+    bad = BadRows(on_bad_row, remedy="--on-bad-row skip")
     read = read_rows(src, bad)
     rows, unsuitable = _convert(read, KINDS[kind], bad)
     left_out = unsuitable + bad.counts

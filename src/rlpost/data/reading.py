@@ -29,9 +29,11 @@ class DataError(ValueError):
 
 @dataclass
 class BadRows:
-    """What happens to a row that cannot be used: `error` raises, `skip` counts it by reason."""
+    """What happens to a row that cannot be used: `error` raises, `skip` counts it by reason. remedy: what chooses
+    `skip`, for the message."""
 
     policy: str = "error"
+    remedy: str = "data.on_bad_row=skip"
     counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -40,17 +42,26 @@ class BadRows:
 
     def report(self, where: str, reason: str) -> None:
         if self.policy == "error":
-            raise DataError(f"{where}: {reason} (data.on_bad_row=skip leaves such rows out and counts them)")
+            raise DataError(f"{where}: {reason} ({self.remedy} leaves such rows out and counts them)")
         self.counts[reason.split(":")[0]] += 1
         log.warning("left out %s: %s", where, reason)
 
 
-def read_rows(sources: str | Path | Sequence[str | Path | Mapping[str, Any]], bad: BadRows) -> list[Row]:
-    """All rows of one source or several, in their order.
+Source = str | Path | Mapping[str, Any]
+
+
+def read_rows(
+    sources: str | Path | Sequence[Source] | Mapping[str, str | Path | Sequence[Source]], bad: BadRows
+) -> list[Row]:
+    """All rows of one source or several, in their order. Of a mapping the keys become the rows' column `source`,
+    where they have none.
 
     A source is a .jsonl, .json or .parquet file, a folder of them, a folder written by `datasets.save_to_disk`, a
     Hugging Face data set (`id`, `id:split`), or a row itself (a dict). Raises DataError where nothing is left.
     """
+    if isinstance(sources, Mapping):
+        named = [(name, row) for name, given in sources.items() for row in read_rows(given, bad)]
+        return [Row({"source": name, **row.values}, row.where) for name, row in named]
     listed = [sources] if isinstance(sources, str | Path) else list(sources)
     rows: list[Row] = []
     for number, source in enumerate(listed):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -147,6 +147,14 @@ def without_special_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> str
         for name in names:
             text = text.replace(name, "")
     return text
+
+
+def with_answer_block(prompt: str, row: Mapping[str, Any]) -> list[Message]:
+    """A `data.transform` for SFT: the question, and its answer in the block where `reward=choice` looks for it."""
+    return [
+        {"role": "user", "content": prompt},
+        {"role": "assistant", "content": f"<answer>\n{row['answer']}\n</answer>"},
+    ]
 
 
 def sft_samples(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from statistics import fmean
 from typing import Any
 
@@ -18,6 +18,8 @@ class Guards:
 
     A signal is its mean over the last `window` steps that had it, compared as soon as the window is full: the reward
     with the best window so far, the length with the first one, entropy and teacher distance with fixed bounds.
+
+    It remembers evaluations too, so that the run can fall back to the best of its checkpoints.
     """
 
     def __init__(self, config: GuardsConfig):
@@ -26,6 +28,8 @@ class Guards:
         self.best_reward: float | None = None
         self.first_length: float | None = None
         self.raised: set[str] = set()
+        self.scores: dict[int, float] = {}  # steps done → mean over the eval sets
+        self.fallbacks = 0
 
     def check(self, metrics: Mapping[str, float]) -> list[str]:
         """One sentence for each alarm that begins with this step."""
@@ -40,6 +44,25 @@ class Guards:
         begun = [text for name, text in alarms.items() if name not in self.raised]
         self.raised = (self.raised - means.keys()) | alarms.keys()
         return begun
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The metrics of an evaluation after this many steps: `eval/<name>/mean@n` of each set."""
+        if means := [value for name, value in metrics.items() if "/mean@" in name]:
+            self.scores[step] = fmean(means)
+
+    def best(self, steps: Collection[int]) -> int | None:
+        """Of these steps the one with the best evaluation, the latest of several; None where none was evaluated, and
+        where the run never falls back."""
+        known = [step for step in steps if step in self.scores]
+        if self.config.action != "fallback" or not known:
+            return None
+        return max(known, key=lambda step: (self.scores[step], step))
+
+    def fell_back(self) -> None:
+        """The windows of what was given up are empty; what is compared with them stays."""
+        self.fallbacks += 1
+        self.values.clear()
+        self.raised.clear()
 
     def _alarm(self, name: str, mean: float) -> str | None:
         config, over = self.config, f"over the last {self.config.window} steps"
@@ -65,9 +88,12 @@ class Guards:
             "best_reward": self.best_reward,
             "first_length": self.first_length,
             "raised": sorted(self.raised),
+            "scores": list(self.scores.items()),  # JSON has no numbers as keys
+            "fallbacks": self.fallbacks,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.values = {n: deque(values, maxlen=self.config.window) for n, values in state["values"].items()}
         self.best_reward, self.first_length = state["best_reward"], state["first_length"]
-        self.raised = set(state["raised"])
+        self.raised, self.fallbacks = set(state["raised"]), state["fallbacks"]
+        self.scores = {step: score for step, score in state["scores"]}

@@ -16,13 +16,14 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     model_parallel_cuda_manual_seed,
 )
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from rlpost import parallel as ranks
 from rlpost.config.schema import ModelConfig, OptimConfig, ParallelConfig
 from rlpost.policy.build import DTYPES, build_model, build_optimizer, make_map, read_config
 from rlpost.policy.cpu import megatron_device
-from rlpost.policy.hf_io import SafetensorsReader
+from rlpost.policy.hf_io import SafetensorsReader, warm_page_cache
 from rlpost.policy.logits import Head
 from rlpost.policy.optimizer import GetTensor, MasterShards, learning_rate
 from rlpost.policy.pool import MetricPool
@@ -103,6 +104,11 @@ class MegatronModel:
             collect_non_loss_data=forward_only,
         )
         return results[: len(micros)]
+
+    @property
+    def transformer_config(self) -> TransformerConfig:
+        """Megatron's configuration of this rank's model, resolved."""
+        return self._chunks[0].config
 
     @property
     def micro_batch_multiple(self) -> int:
@@ -222,16 +228,15 @@ class MegatronPolicy(MegatronModel):
         with megatron_device():
             self._optimizer = build_optimizer(self._chunks, optim)
             self._shards = MasterShards(self._chunks, self._optimizer, self._map, self.mesh)
-        self._load_weights(SafetensorsReader(model.path), seed)
+        reader = SafetensorsReader(model.path)
+        if model.warm_page_cache:
+            warm_page_cache(reader.files)
+        self._load_weights(reader, seed)
 
     def _load_weights(self, reader: SafetensorsReader, seed: int) -> None:
         """Through the masters, so that each data-parallel rank reads only the range that it owns."""
-        expected = {part for name in self._shards.names() for part in self._map.rule(name)[1]}
-        if self._map.tied or self.has_value_head:
-            expected.add("lm_head.weight")  # some tied checkpoints hold the embedding a second time
-        unknown = sorted(set(reader.names()) - expected)
-        if unknown:
-            raise ValueError(f"{reader.root}: tensors that this model has no place for: {', '.join(unknown[:5])}")
+        free = {"lm_head.weight"} if self._map.tied or self.has_value_head else set()  # some hold a tied head twice
+        reader.check(self.hf_shapes(), free | ({"score.weight", "score.bias"} if self.has_value_head else set()))
         get = with_initial_head(reader, self.hf_config.hidden_size, seed) if self.has_value_head else reader.get
         self.load_optimizer_tensors("master", get)
 
@@ -303,6 +308,10 @@ class MegatronPolicy(MegatronModel):
         Tensors may be views of live parameters: copy what must outlive the next step.
         """
         yield from self._shards.weights(dtype or DTYPES[self.config.dtype])
+
+    def hf_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all tensors that `hf_tensors` yields."""
+        return self._shards.hf_shapes()
 
     def masters(self) -> dict[str, Tensor]:
         """This rank's live flat fp32 master shards by Megatron name."""

@@ -110,6 +110,17 @@ class MasterShards:
         """Of the parameters of all stages and experts."""
         return [other for shapes in self._stages for name in shapes for other in self._of_all_experts(name)]
 
+    def hf_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the whole model's tensors, by Hugging Face name."""
+        found: dict[str, tuple[int, ...]] = {}
+        for shapes in self._stages:
+            for name, shape in shapes.items():
+                for other in self._of_all_experts(name):
+                    cut = 1 if self._map.rule(other)[0].cut is None else self._cut_over(other).size
+                    whole = self._map.to_hf(other, [torch.empty(shape, device="meta")] * cut)
+                    found |= {part: tuple(tensor.shape) for part, tensor in whole}
+        return found
+
     def _of_all_experts(self, name: str) -> list[str]:
         """A parameter of a local expert: that of the same local expert on each expert-parallel rank. Else its name."""
         axis = self._mesh.expert

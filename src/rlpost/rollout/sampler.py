@@ -89,13 +89,15 @@ def sample_seed(seed: int, stream: str, step: int, prompt_id: int, position: int
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Lengths, finish reasons and, where all samples are judged, rewards. Give it the samples of all ranks: a mean of
-    ranks' means is not the mean."""
+def rollout_metrics(samples: Sequence[Sample], version: int = 0) -> dict[str, float]:
+    """Lengths, finish reasons, staleness and, where all samples are judged, rewards. Give it the samples of all ranks:
+    a mean of ranks' means is not the mean. version: of the weights that are trained; a sample of older ones is stale by
+    the difference."""
     if not samples:
         return {}
     lengths = [len(sample.response_ids) for sample in samples]
     reasons = [sample.finish_reason for sample in samples]
+    behind = [max(0, version - sample.version) for sample in samples]
     metrics = {
         "rollout/samples": float(len(samples)),
         "rollout/prompt_tokens/mean": fmean(len(sample.prompt.ids) for sample in samples),
@@ -103,6 +105,8 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "rollout/response_tokens/max": float(max(lengths)),
         "rollout/truncated_fraction": reasons.count("length") / len(samples),
         "rollout/aborted_fraction": reasons.count("abort") / len(samples),
+        "rollout/staleness/mean": fmean(behind),
+        "rollout/staleness/max": float(max(behind)),
     }
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     if len(rewards) == len(samples):

@@ -19,7 +19,7 @@ import shutil
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -44,6 +44,7 @@ from rlpost.weights.shards import (
     write_durably,
 )
 
+# Whose versions matter to a run.
 PACKAGES = ("torch", "megatron-core", "transformers", "safetensors", "sglang")
 WRITE_LIMIT = timedelta(hours=1)  # for all ranks' files; a rank that takes longer counts as failed
 Tensors = Callable[[], Iterator[tuple[str, Tensor]]]
@@ -85,19 +86,22 @@ class CheckpointStore:
         *,
         config: Mapping[str, Any] | None = None,
         background: bool = False,
+        keep_also: int | None = None,
     ) -> Path:
         """Write the checkpoint of this step. Collective.
 
         tensors: kind ("master", "exp_avg", "tag.teacher", …) -> a function returning a collective iterator over
         (name, whole tensor): every rank reads it to its end, and rank r writes each world-th file. state: JSON values,
         rank 0's. rank_state: JSON values, tuples and tensors, of each rank. Raises CheckpointError on all ranks, naming
-        the rank, where one cannot write; the former checkpoint is untouched then.
+        the rank, where one cannot write; the former checkpoint is untouched then. keep_also: an earlier step that stays
+        beside the last `keep`.
 
         background: return once everything is copied to host memory (each rank its files) and let a thread write it;
         `poll` or `finish` raises what goes wrong then. One write is in flight at most: a save waits for the former.
         """
         self.finish()
         draft = self._begin(step, state, rank_state or {}, config)
+        draft.keep_also = keep_also
         held: Held = deque()
         writer = ShardWriter(draft.beside)
         planned = 0
@@ -169,11 +173,12 @@ class CheckpointStore:
             path = path.with_name(path.name + ".old")  # the kill came while this step was being replaced
         try:
             if not path.is_dir():
-                raise CheckpointError(f"there is none; there are: {', '.join(map(str, self.steps())) or 'none'}")
+                raise CheckpointError("there is none")
             checkpoint, error = Checkpoint(path, verify=verify), None
         except (CheckpointError, OSError) as failure:
             checkpoint, error = None, failure
-        _agree(error, f"loading checkpoint {path}")
+        others = [str(other) for other in self.steps() if other != wanted]
+        _agree(error, f"loading checkpoint {path}" + (f" (others: step {', '.join(others)})" if others else ""))
         return checkpoint
 
     def _prepare(self, beside: Path) -> None:
@@ -201,7 +206,7 @@ class CheckpointStore:
             _remove(old)
         # Later steps belong to a future that was given up by resuming from an earlier checkpoint.
         former = [step for step in self.steps() if step < draft.step]
-        kept = {draft.step, *former[max(0, len(former) + 1 - self.keep) :]}
+        kept = {draft.step, draft.keep_also, *former[max(0, len(former) + 1 - self.keep) :]}
         for step in self.steps():
             if step not in kept:
                 _remove(self.directory / f"step_{step:06d}")
@@ -218,6 +223,7 @@ class _Draft:
     small: dict[str, bytes] = field(default_factory=dict)  # this rank's small files
     shards: dict[str, list[Shard]] = field(default_factory=dict)  # by kind, all ranks'
     token: str = ""  # of this save, the same on every rank
+    keep_also: int | None = None  # an earlier step that stays
 
     def manifest(self, files: Mapping[str, Sequence[int]]) -> dict[str, Any]:
         return {
@@ -289,10 +295,10 @@ class _BackgroundWrite:
         return [json.loads(mailbox.get(key)) for key in keys]
 
 
-def versions() -> dict[str, str]:
-    """Of rlpost, Python and the packages whose versions matter to a run."""
+def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """Of rlpost, Python and those of the packages that are installed."""
     found = {"rlpost": rlpost.__version__, "python": platform.python_version()}
-    for package in PACKAGES:
+    for package in packages:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     return found

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlpost.parallel import rank, world_size
 from rlpost.weights.rank_state import read_rank_state
-from rlpost.weights.shards import file_crc
+from rlpost.weights.shards import file_crc, tensor_differences
 
 FORMAT = 1
 
@@ -58,7 +58,7 @@ class Checkpoint:
             raise CheckpointError(f"checkpoint {self.path} holds no {kind!r}; it holds: {', '.join(self._tensors)}")
         entries = self._tensors[kind]
         if expected is not None:
-            differences = shape_differences({name: entry["shape"] for name, entry in entries.items()}, expected)
+            differences = tensor_differences({name: entry["shape"] for name, entry in entries.items()}, expected)
             if differences:
                 raise CheckpointError(f"checkpoint {self.path} is of another model ({kind}): " + "; ".join(differences))
         return _LazyTensors(self.path, entries)
@@ -111,19 +111,3 @@ class _LazyTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._entries)
-
-
-def shape_differences(found: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]) -> list[str]:
-    """How the tensors found differ from those of the model at hand, by name; at most five names of each kind."""
-    missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
-    shapes = [
-        f"{name} is {list(found[name])} there and {list(expected[name])} here"
-        for name in sorted(found.keys() & expected.keys())
-        if list(found[name]) != list(expected[name])
-    ]
-    lists = [("it lacks ", missing), ("it has unknown ", unknown), ("", shapes)]
-    return [
-        what + ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        for what, names in lists
-        if names
-    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -155,6 +155,22 @@ class _File:
     def _write(self, data: memoryview) -> None:
         while data:  # one system call writes at most 2 GiB, and less when the disk is nearly full
             data = data[self.out.write(data) :]
+
+
+def tensor_differences(found: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]) -> list[str]:
+    """How the tensors found differ from those of the model at hand, by name; at most five names of each kind."""
+    missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    shapes = [
+        f"{name} is {list(found[name])} there and {list(expected[name])} here"
+        for name in sorted(found.keys() & expected.keys())
+        if list(found[name]) != list(expected[name])
+    ]
+    lists = [("it lacks ", missing), ("it has unknown ", unknown), ("", shapes)]
+    return [
+        what + ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        for what, names in lists
+        if names
+    ]
 
 
 def bytes_crc(data: bytes) -> int:
