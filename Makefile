@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install quickstart test test-sglang lint bench bench-peer clean
+.PHONY: install quickstart test test-faults test-sglang lint bench bench-peer clean
 
 install: $(STAMP)
 
@@ -21,6 +21,10 @@ quickstart: install
 
 test: install lint
 	$(BIN)/python -m pytest -q
+
+# A run under torchrun, killed 30 times at moments drawn from a seed (`make test` does so 4 times).
+test-faults: install
+	RLPOST_KILLS=30 $(BIN)/python -m pytest -q -s tests/e2e/test_kills.py
 
 # Real SGLang on the CPU, in an environment of its own: control flow and numbers, nothing of a GPU.
 test-sglang:

@@ -200,7 +200,7 @@ def assemble(
         directory=directory,
         agreement=agreement,
         machine=PhaseMachine(
-            config.phases, handlers, _residents(policy, critic, engine), agreement, observer.phase_done
+            config.phases, handlers, _residents(policy, critic, teacher, engine), agreement, observer.phase_done
         ),
         observer=observer,
         tokenizer=tokenizer,
@@ -251,12 +251,15 @@ def _engine_dtype(config: Config) -> torch.dtype:
     return DTYPES[config.model.dtype if config.engine.dtype == "auto" else config.engine.dtype]
 
 
-def _residents(policy: MegatronPolicy, critic: Critic | None, engine: Engine) -> dict[str, Resident]:
+def _residents(
+    policy: MegatronPolicy, critic: Critic | None, teacher: Teacher | None, engine: Engine
+) -> dict[str, Resident]:
     # Sizes alone: the CPU has one memory, nothing moves.
     def engine_bytes() -> int:
         return sum(math.prod(s.shape) * s.dtype.itemsize for s in engine.expected_tensors().values())
 
     fixed = policy.resident_bytes() | (critic.resident_bytes() if critic is not None else {})
+    fixed |= {"teacher.weights": teacher.resident_bytes() if teacher is not None else 0}
     sizes = {name: lambda size=size: size for name, size in fixed.items()}
     sizes |= {"engine.weights": engine_bytes, "engine.kv_cache": lambda: 0}
     return {name: Bookkept(size) for name, size in sizes.items()}

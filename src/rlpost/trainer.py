@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 PHASES = ("read", "rollout", "judge", "prepare", "values", "teach", "critic", "train", "teacher_update", "publish")
 RESIDENTS = (
     *("policy.weights", "policy.gradients", "policy.optimizer", "engine.weights", "engine.kv_cache"),
-    *("critic.weights", "critic.gradients", "critic.optimizer"),
+    *("critic.weights", "critic.gradients", "critic.optimizer", "teacher.weights"),
 )
 GROUP_MARGIN_S = 300.0  # the time limit of collectives is longer than any phase's: it would not say which rank hangs
 UNLIMITED_S = 7 * 86400.0

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from overrides import command
+from tiny_policy import tiny_model
 
 from rlpost.config.checks import check_config
 from rlpost.config.compose import ConfigError, load_config
@@ -13,6 +14,16 @@ BLEND = ["algorithm=blend", "algorithm.sdpo.top_k=8"]
 
 # name: (algorithm of overrides.py, overrides, what is said)
 REFUSED = {
+    "a teacher that the layout cannot cut": (
+        "sdpo",
+        ["teacher=external", "teacher.model={tmp}/teacher", "parallel.pipeline=2"],
+        "does not divide the teacher {tmp}/teacher's 3 layers",
+    ),
+    "a teacher with another vocabulary": (
+        "sdpo",
+        ["teacher=external", "teacher.model={tmp}/teacher"],
+        "teacher.model={tmp}/teacher has a vocabulary of 90 ids, model.path one of",
+    ),
     "a group estimator with one sample": (
         "grpo",
         ["rollout.samples_per_prompt=1"],
@@ -186,6 +197,9 @@ REFUSED = {
 def test_refused(name, tiny, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     algorithm, overrides, said = REFUSED[name]
+    if "{tmp}" in said:
+        tiny_model(tmp_path / "teacher", layers=3)
+    overrides, said = [o.replace("{tmp}", str(tmp_path)) for o in overrides], said.replace("{tmp}", str(tmp_path))
     given = [o for o in command(tiny, tmp_path, algorithm) if not _withdrawn(o, overrides)]
     with pytest.raises(ConfigError) as error:
         check_config(load_config(None, [*given, *overrides]))

@@ -214,6 +214,8 @@ def _component_mistakes(config: Config, objects: Mapping[str, Any]) -> Iterator[
                 built.validate(config)
             elif name == "teacher":
                 yield from directory_mistakes(built, config.model.path)
+                for directory in built.external().values():
+                    yield from _cut_mistakes(config.parallel, f"the teacher {directory}", _model_config(directory))
         except (ValueError, TypeError, ImportError) as error:
             lines = str(error).splitlines() or [type(error).__name__]
             yield from (line if line.startswith(name) else f"{name}: {line}" for line in lines)

@@ -61,6 +61,9 @@ class LocalTeacher:
         """The snapshot that began as the student, None for external teachers."""
         return None if self.config.external() else TAG
 
+    def resident_bytes(self) -> int:
+        return sum(model.weight_bytes() for model in self.models.values())
+
     def score(self, update: Update) -> dict[str, float]:
         """Sets teacher_hidden, teacher_lse, … in `sample.tokens` of every sample that has a teacher prompt; `blank`
         stands for the others. No metrics. Collective."""

@@ -21,6 +21,10 @@ class Teacher(Protocol):
         teacher prompt. Returns counts over all ranks, which the steps of a batch add up. Collective."""
         ...
 
+    def resident_bytes(self) -> int:
+        """Of models that are this teacher's alone, on the device."""
+        ...
+
     def after_optimizer_step(self) -> None: ...
 
     def after_batch(self) -> None:

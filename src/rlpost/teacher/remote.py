@@ -58,6 +58,9 @@ class RemoteTeacher:
             )
         return {"teacher/scored_sequences": float(len(everything)), "teacher/bad_payloads": float(len(bad))}
 
+    def resident_bytes(self) -> int:
+        return 0
+
     def _ask(self, samples: Sequence[Sample]) -> tuple[list[list[float] | str], str | None]:
         """(log-probs of each response, or what is wrong with them; why there are none)."""
         sequences = [sample.teacher_prompt_ids + sample.response_ids for sample in samples]
