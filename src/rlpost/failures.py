@@ -78,7 +78,7 @@ def is_communication(error: BaseException) -> bool:
 
 def _out_of_memory(error: BaseException, phase: str, held: Mapping[str, int]) -> str:
     where, total = "the host", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
         where, total = "the GPU", torch.cuda.mem_get_info()[1]
     facts = [f"{size(peak_bytes())} used at the peak, {where} has {size(total)}"]
     if held:

@@ -55,9 +55,12 @@ class Agreement:
         self, phase: str, step: int, error: BaseException, held: Mapping[str, int] | None = None
     ) -> PhaseError:
         """Tell the others; the first failure wins. held: bytes in memory by name, for a lack of it."""
-        cause = self._cause(phase, step) if self.distributed and is_communication(error) else None
+        mine = PhaseError(self.rank, phase, step, sentence(error, phase, held or {}))
+        if not self.distributed:
+            return mine  # a notebook may go on
+        cause = self._cause(phase, step) if is_communication(error) else None
         if cause is None:
-            cause = self.watch.post(PhaseError(self.rank, phase, step, sentence(error, phase, held or {})))
+            cause = self.watch.post(mine)
         self.watch.raised.set()
         return cause
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -80,12 +81,12 @@ class StopOnSignal:
         text = f"{name}: finishing the phase, then saving; once more to stop at once"
         log.warning(text)
         if self.agreement.rank == 0:
-            os.write(2, f"\n{text}\n".encode())
+            print(f"\n{text}", file=sys.stderr, flush=True)
 
     def _insist(self) -> None:
         """The main thread may be where no exception reaches it."""
         threading.Event().wait(UNWIND_S)
         if self._former:
             if self.agreement.rank == 0:
-                os.write(2, f"{STOPPED}\n".encode())
+                print(STOPPED, file=sys.stderr)
             leave(130)

@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -85,10 +86,9 @@ class Watch:
         self._closed = threading.Event()
         self._work: Work | None = None
         self.answered = False
-        self._stacks = os.memfd_create("rlpost-stacks")
+        self._stacks = _stacks()
         if not faulthandler.is_enabled():
             faulthandler.enable(file=2)  # a crash in C code says where it was
-        faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True, chain=False)
         _, born = _process(os.getpid())
         me = Peer(rank, socket.gethostname(), os.getpid(), born, self._stacks)
         self._peers: list[Peer] = all_gather_objects(me)
@@ -143,7 +143,6 @@ class Watch:
         self._closed.set()
         self._work = None
         self._arm_backstop()
-        faulthandler.unregister(signal.SIGUSR1)
         try:
             self.store.set(f"left/{self.rank}", "")
         except dist.DistError:
@@ -246,6 +245,14 @@ class Watch:
             log.error("the stacks of rank %d are not kept: %s", rank, error)
 
 
+@cache
+def _stacks() -> int:
+    """A file in memory, one for this process, to which C code writes the stacks on SIGUSR1."""
+    descriptor = os.memfd_create("rlpost-stacks")
+    faulthandler.register(signal.SIGUSR1, file=descriptor, all_threads=True, chain=False)
+    return descriptor
+
+
 def verdict(places: Mapping[int, tuple[bool, str]], silent: list[int]) -> tuple[int, str]:
     """(the first rank that hangs, who hangs where). places: rank -> (it waits for others, where it is)."""
     busy = [rank for rank, (waits, _) in places.items() if not waits]
@@ -253,7 +260,7 @@ def verdict(places: Mapping[int, tuple[bool, str]], silent: list[int]) -> tuple[
     parts += [f"rank {rank} is at {places[rank][1]}" for rank in busy]
     waiting = [rank for rank, (waits, _) in places.items() if waits]
     if not parts:
-        return waiting[0], "all ranks wait for each other: " + ", ".join(f"{r} at {places[r][1]}" for r in waiting)
+        return waiting[0], "all ranks wait for each other: " + ", ".join(f"rank {r} at {places[r][1]}" for r in waiting)
     if waiting:
         parts.append(f"rank {', '.join(map(str, waiting))} only wait{'s' if len(waiting) == 1 else ''} for others")
     return min(silent + busy), "; ".join(parts)

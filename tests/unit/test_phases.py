@@ -69,3 +69,13 @@ def test_a_stop_request_is_reported_after_the_phase():
     m = machine([PhaseConfig("one")], {"one": lambda work: None}, [])
     m.agreement.stop_requested = True
     assert m.run(0, 0, None) is True
+
+
+def test_a_notebook_may_go_on_after_a_failure():
+    def fail(work):
+        raise ValueError(work)
+
+    m = machine([PhaseConfig("judge")], {"judge": fail}, [])
+    for reason in ("first", "second"):
+        with pytest.raises(PhaseError, match=f"phase 'judge' of step 7: {reason}"):
+            m.run(0, 7, reason)
