@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -217,22 +217,24 @@ class Watch:
             PhaseError(rank, phase, step, f"no end after {limit_s:g} s ({field}): {message}{kept}", reporter=self.rank)
         )
         for peer in held_here:
-            os.kill(peer.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(peer.pid, signal.SIGKILL)
 
     def _take_stacks(self, peer: Peer) -> None:
         """Of a rank of this machine that runs no Python code: on SIGUSR1 its C code writes them, before all else. It is
         stopped again, so that it does nothing more."""
         file = Path(f"/proc/{peer.pid}/fd/{peer.stacks}")
-        os.kill(peer.pid, signal.SIGUSR1)
-        os.kill(peer.pid, signal.SIGCONT)
-        written, until = -1, time.monotonic() + STACKS_S
-        while (length := len(file.read_bytes())) != written or not length:
-            if time.monotonic() > until:
-                break
-            written = length
-            time.sleep(0.005)
-        os.kill(peer.pid, signal.SIGSTOP)
-        self._keep_stacks(peer.rank, file)
+        with suppress(OSError):  # it may be gone meanwhile
+            os.kill(peer.pid, signal.SIGUSR1)
+            os.kill(peer.pid, signal.SIGCONT)
+            written, until = -1, time.monotonic() + STACKS_S
+            while (length := len(file.read_bytes())) != written or not length:
+                if time.monotonic() > until:
+                    break
+                written = length
+                time.sleep(0.005)
+            os.kill(peer.pid, signal.SIGSTOP)
+            self._keep_stacks(peer.rank, file)
 
     def _keep_stacks(self, rank: int, source: Path) -> None:
         if self.directory is None:
