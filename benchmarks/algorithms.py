@@ -68,7 +68,7 @@ def plot(recipes: Sequence[str], folders: Sequence[Path], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     for axes in grid[len(recipes) :]:
         axes.set_axis_off()
-    figure.legend(*grid[0].get_legend_handles_labels(), loc="lower right", frameon=False, fontsize=9)
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper right", ncols=3, frameon=False, fontsize=9)
     figure.supxlabel("steps", fontsize=9)
     figure.supylabel("held-out reward", fontsize=9)
     figure.savefig(path)
