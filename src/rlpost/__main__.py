@@ -24,6 +24,7 @@ rlpost: RL post-training of language models.
   python -m rlpost eval RUN [group.key=value …]                             evaluate a run's last checkpoint
   python -m rlpost generate RUN PROMPT [PROMPT …]                           sample from a run's last checkpoint
   python -m rlpost export RUN [--step N] [--tag teacher] [--dtype bf16]     a checkpoint as a Hugging Face directory
+  python -m rlpost plan recipe=NAME [--ranks N] [group.key=value …]         bytes and arithmetic, without a model
   python -m rlpost doctor [DIR]                                             what this machine has, and what to fix
 
 recipes:  {recipes}
@@ -134,6 +135,12 @@ def _doctor(arguments: list[str]) -> int:
     return doctor(arguments)
 
 
+def _plan(arguments: list[str]) -> int:
+    from rlpost.plan import main as plan
+
+    return plan(arguments)
+
+
 def _prepare(arguments: list[str]) -> int:
     import argparse
     import json
@@ -216,6 +223,7 @@ COMMANDS = {
     "eval": _eval,
     "generate": _generate,
     "export": _export,
+    "plan": _plan,
     "doctor": _doctor,
 }
 

@@ -179,7 +179,7 @@ def assemble(
             seed=seed,
             recompute=config.train.recompute,
         )
-    engine = build_engine(config.engine, config.model.path, dtype=_engine_dtype(config), seed=seed + agreement.rank)
+    engine = build_engine(config.engine, config.model.path, dtype=engine_dtype(config), seed=seed + agreement.rank)
     snapshots = SnapshotStore(policy.masters, policy.sync_from_masters)
     if "reference_logprobs" in algorithm.needs:
         snapshots.save(REFERENCE)
@@ -247,7 +247,7 @@ def teacher_distance(rooms: Rooms) -> dict[str, float]:
     return {"ema/distance": (difference / student) ** 0.5}
 
 
-def _engine_dtype(config: Config) -> torch.dtype:
+def engine_dtype(config: Config) -> torch.dtype:
     return DTYPES[config.model.dtype if config.engine.dtype == "auto" else config.engine.dtype]
 
 

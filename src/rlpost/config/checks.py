@@ -71,15 +71,18 @@ AFTER = {
 }
 
 
-def check_config(config: Config, objects: Mapping[str, Any] = MappingProxyType({})) -> None:
+def check_config(
+    config: Config, objects: Mapping[str, Any] = MappingProxyType({}), *, ranks: int | None = None
+) -> None:
     """Raise ConfigError with every broken rule. `objects` is what the caller brings as Python objects (data,
-    reward, algorithm, feedback, filter): the fields in their place are not read."""
-    mistakes = list(_mistakes(config, objects))
+    reward, algorithm, feedback, filter): the fields in their place are not read. ranks: of the job; None: of this one.
+    """
+    mistakes = list(_mistakes(config, objects, int(os.environ.get("WORLD_SIZE", 1)) if ranks is None else ranks))
     if mistakes:
         raise ConfigError(mistakes)
 
 
-def _mistakes(config: Config, objects: Mapping[str, Any]) -> Iterator[str]:
+def _mistakes(config: Config, objects: Mapping[str, Any], ranks: int) -> Iterator[str]:
     for key, allowed in CHOICES.items():
         if (value := _get(config, key)) not in allowed:
             yield f"{key}={value} is not allowed; allowed are {', '.join(allowed)}"
@@ -88,7 +91,7 @@ def _mistakes(config: Config, objects: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key}={value} is not allowed; it is at least {least}"
     yield from _file_mistakes(config, objects)
     yield from _fallback_mistakes(config, objects)
-    yield from _parallel_mistakes(config)
+    yield from _parallel_mistakes(config, ranks)
     from rlpost.algorithms import build_algorithm
 
     yield from _component_mistakes(config, objects)
@@ -221,8 +224,7 @@ def _component_mistakes(config: Config, objects: Mapping[str, Any]) -> Iterator[
             yield from (line if line.startswith(name) else f"{name}: {line}" for line in lines)
 
 
-def _parallel_mistakes(config: Config) -> Iterator[str]:
-    world = int(os.environ.get("WORLD_SIZE", 1))
+def _parallel_mistakes(config: Config, world: int) -> Iterator[str]:
     p = config.parallel
     model_ranks = p.tensor * p.pipeline * p.context
     if world % model_ranks:
