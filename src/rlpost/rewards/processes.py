@@ -6,7 +6,6 @@ crashes is gone; the next call gets a new one. `python -m rlpost.rewards.process
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
 import selectors
@@ -18,10 +17,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
+from rlpost.launcher import die_with_parent
 from rlpost.rewards.workers import answer
 
 HEADER = struct.Struct("<Q")  # the length of the pickle after it
-PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 class ProcessPool:
@@ -129,7 +128,7 @@ def _sendable(result: Any) -> Any:
 def _serve(parent: int) -> None:
     """The child: calls in, results out, until the parent is gone."""
     # A reward that hangs here must not outlive a parent that was killed: the kernel sees to it.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != parent:
         return
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the trainer decides when it ends
