@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlpost.launcher import STOPPED, leave, tell_launcher
+from rlpost.launcher import STOPPED, follow_launcher, leave, tell_launcher
 
 if TYPE_CHECKING:
     from rlpost.trainer import Trainer
@@ -39,6 +39,7 @@ The same command goes on from its last checkpoint (trainer.resume=auto).
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    follow_launcher()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     from rlpost.config.compose import ConfigError
 

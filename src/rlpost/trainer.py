@@ -107,7 +107,6 @@ class Trainer:
             write_provider(self.rooms)
             self.step_number = restore_checkpoint(self.rooms, checkpoint)  # steps done
         self.last_metrics: dict[str, float] = {}
-        self._skipped_in_a_row = {"optim": 0, "critic": 0}
         self._published_at: int | None = None
         self._stopping = False
 
@@ -358,7 +357,8 @@ class Trainer:
             self._publish_now(self.step_number, {})
 
     def _count_skipped(self, optimizer: str, skipped: bool) -> None:
-        self._skipped_in_a_row[optimizer] = in_a_row = self._skipped_in_a_row[optimizer] + 1 if skipped else 0
+        counts = self.rooms.guards.skipped_in_a_row
+        counts[optimizer] = in_a_row = counts[optimizer] + 1 if skipped else 0
         if skipped and not self.config.train.skip_nonfinite:
             raise RuntimeError("the gradient is not finite (train.skip_nonfinite=false)")
         if in_a_row > self.config.train.max_skipped:

@@ -1,7 +1,7 @@
 """The watch-dog: one thread of each rank that ends the rank where its main thread cannot.
 
-It looks for four things: another rank's failure, a rank of this machine whose process is gone, a launcher that is gone,
-and a phase over its time limit. A phase over its limit leaves every rank's stacks in `<run>/stacks/rank_<r>.txt`, and
+It looks for three things: another rank's failure, a rank of this machine whose process is gone, and a phase over its
+time limit. A phase over its limit leaves every rank's stacks in `<run>/stacks/rank_<r>.txt`, and
 one sentence says which ranks hang and which only wait for them.
 """
 
@@ -30,6 +30,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rlpost.failures import PhaseError, report
+from rlpost.launcher import follow_launcher
 from rlpost.parallel import all_gather_objects
 
 log = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ class Watch:
         me = Peer(rank, socket.gethostname(), os.getpid(), born, self._stacks)
         self._peers: list[Peer] = all_gather_objects(me)
         self._neighbours = [p for p in self._peers if p.host == me.host and p.rank != rank and p.alive]
-        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        follow_launcher()
         atexit.register(self.close)
         threading.Thread(target=self._run, name="rlpost-watch", daemon=True).start()
 
@@ -161,17 +162,11 @@ class Watch:
             try:
                 self._look()
             except dist.DistError as error:
-                if self._launcher is None:
-                    log.info("the ranks' store is gone: %s", error)
-                    return
-                # The launcher holds the store: it is ending, and ends this rank in a moment.
+                log.info("the ranks' store is gone, and what holds it: %s", error)
+                return
         # Where the main thread has the failure, it ends the process.
 
     def _look(self) -> None:
-        if self._launcher is not None and os.getppid() != self._launcher:
-            if self.rank == 0:
-                os.write(2, b"\nrlpost: stopped at once: torchrun is gone; what was saved before is intact\n")
-            os._exit(1)
         work = self._work
         if self.store.check([HANG]):
             self._answer(json.loads(self.store.get(HANG)))

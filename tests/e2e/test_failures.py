@@ -114,6 +114,13 @@ def test_a_failure_is_one_sentence(name, fails, tmp_path):
         assert json.loads(timeline.read_text())
 
 
+def test_skipped_steps_are_counted_over_a_resume(fails, tiny, tmp_path):
+    more = [LOSS + "nan_loss", "train.max_skipped=2", "train.updates_per_rollout=1"]
+    assert main(command(tiny, tmp_path, "grpo", *more, "trainer.steps=2")) == 0
+    said = fails("grpo", *more, "trainer.steps=9")
+    assert "phase 'train' of step 2: 3 optimizer steps in a row had gradients that are not finite" in said
+
+
 def shorten(checkpoint, model):
     file = checkpoint / "exp_avg-00000.safetensors"
     os.truncate(file, 1000)

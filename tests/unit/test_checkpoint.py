@@ -234,13 +234,13 @@ class Gate:
         self.waiting, self._open = threading.Event(), threading.Event()
         append = shards_module._File.append
 
-        def gated(file, tensor):
+        def gated(file, tensor, helpers):
             if threading.current_thread() is not threading.main_thread():
                 self.waiting.set()
                 assert self._open.wait(60)
                 if error is not None:
                     raise error
-            append(file, tensor)
+            append(file, tensor, helpers)
 
         monkeypatch.setattr(shards_module._File, "append", gated)
 
@@ -263,6 +263,7 @@ def test_a_save_in_the_background_keeps_what_was_there_when_it_began(store, monk
     assert store.load("latest").step == 1  # still the former one
     gate.open()
     store.finish()
+    assert len(store._host) == len(live)  # the copies' memory, for the next save
     found = store.load("latest")
     assert (found.step, found.state) == (2, {"step": 2, "order": [1]})
     assert found.rank_state["torch"].any()

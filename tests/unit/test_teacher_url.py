@@ -171,6 +171,24 @@ def test_a_sequence_without_usable_scores_teaches_nothing(change, said, model):
             score(RemoteTeacher(config(url), MESH), samples())
 
 
+def test_what_other_ranks_hear_counts_too(model, monkeypatch):
+    """A rank of the same data-parallel part that asks nobody, and the rank of another part."""
+
+    def part(rows, error=None):
+        return lambda mine: [(0, *heard), (1, rows, error), None]
+
+    with ScoringServer(model).serving() as url:
+        chosen, given = config(url, max_bad_payload_fraction=0.4), samples()
+        heard = RemoteTeacher(chosen, MESH)._ask([s for s in given if s.distill_mask > 0])
+    idle = RemoteTeacher(chosen, SimpleNamespace(dp=ALONE, tp=SimpleNamespace(rank=1, size=2), pp=ALONE, cp=ALONE))
+    monkeypatch.setattr("rlpost.teacher.remote.all_gather_objects", part([[-1.0], "3 scores for 4 response tokens"]))
+    assert score(idle, given) == {"teacher/scored_sequences": 6.0, "teacher/bad_payloads": 1.0}
+    assert given[0].tokens["teacher_logprobs"].tolist() == pytest.approx(heard[0][0])
+    monkeypatch.setattr("rlpost.teacher.remote.all_gather_objects", part([], "no answer"))
+    with pytest.raises(TeacherServerError, match="no answer"):
+        score(idle, samples())
+
+
 def test_a_token_that_the_teacher_rules_out_stays_finite(model):
     change = cut_first(lambda scores: scores[1].__setitem__(0, float("-inf")))
     with ScoringServer(model, fault=change).serving() as url:

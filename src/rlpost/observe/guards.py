@@ -30,6 +30,7 @@ class Guards:
         self.raised: set[str] = set()
         self.scores: dict[int, float] = {}  # steps done → mean over the eval sets
         self.fallbacks = 0
+        self.skipped_in_a_row = {"optim": 0, "critic": 0}  # steps whose gradient was not finite, by optimizer
 
     def check(self, metrics: Mapping[str, float]) -> list[str]:
         """One sentence for each alarm that begins with this step."""
@@ -90,6 +91,7 @@ class Guards:
             "raised": sorted(self.raised),
             "scores": list(self.scores.items()),  # JSON has no numbers as keys
             "fallbacks": self.fallbacks,
+            "skipped_in_a_row": self.skipped_in_a_row,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -97,3 +99,4 @@ class Guards:
         self.best_reward, self.first_length = state["best_reward"], state["first_length"]
         self.raised, self.fallbacks = set(state["raised"]), state["fallbacks"]
         self.scores = {step: score for step, score in state["scores"]}
+        self.skipped_in_a_row = dict(state["skipped_in_a_row"])

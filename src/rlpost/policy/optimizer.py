@@ -226,9 +226,14 @@ class MasterShards:
     def scatter(self, get: GetTensor) -> dict[str, Tensor]:
         """The inverse of `gather`: this rank's shards, new fp32 tensors, of the whole tensors that `get` returns by
         Hugging Face name. Not collective; of memory-mapped tensors only what the rank needs is read."""
-        return {name: self._cut(name, get) for name in self._owned}
+        found = {}
+        for name in self._owned:
+            piece, device = self._piece(name, get), self._parameters[name].parameter.device
+            found[name] = torch.empty(piece.shape, dtype=torch.float32, device=device).copy_(piece)
+        return found
 
-    def _cut(self, name: str, get: GetTensor) -> Tensor:
+    def _piece(self, name: str, get: GetTensor) -> Tensor:
+        """The range of a parameter that this rank owns; maybe a view of what `get` returned."""
         parameter = self._parameters[name]
         axis = self._cut_over(name)
         local = self._map.from_hf(name, get, axis.rank, axis.size)
@@ -238,15 +243,14 @@ class MasterShards:
                 f"the model's parameter is {tuple(parameter.parameter.shape)}"
             )
         begin, end = parameter.range_of(parameter.axis.rank)
-        piece = local.reshape(-1)[begin:end]
-        return torch.empty(end - begin, dtype=torch.float32, device=parameter.parameter.device).copy_(piece)
+        return local.reshape(-1)[begin:end]
 
     def load(self, kind: StateKind, get: GetTensor) -> None:
         """Overwrites masters or moments with whole tensors by Hugging Face name. Masters reach the model at the next
         `sync`. Raises ValueError where a shape differs, before that parameter is touched."""
         live = self.masters() if kind == "master" else self.moments(kind)
         for name, shard in live.items():
-            shard.copy_(self._cut(name, get))
+            shard.copy_(self._piece(name, get))
 
 
 def _gathered(local: Tensor, axis: Axis) -> list[Tensor]:

@@ -1,12 +1,13 @@
 """Calls in processes of their own, for rewards that may crash or never give the interpreter back (reward.isolate=true).
 
-A call travels as a pickle to a child, which runs one after the other. A child that takes too long is killed, one that
+A call travels as a pickle to a child, which runs one after the other; its time begins when the child has unpacked it
+(and imported what it needs). A child that takes too long is killed, one that
 crashes is gone; the next call gets a new one. `python -m rlpost.rewards.processes` is the child.
 """
 
 from __future__ import annotations
 
-import ctypes
+import math
 import os
 import pickle
 import selectors
@@ -18,10 +19,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
+from rlpost.launcher import die_with_parent
 from rlpost.rewards.workers import answer
 
 HEADER = struct.Struct("<Q")  # the length of the pickle after it
-PR_SET_PDEATHSIG = 1  # of prctl(2)
+BEGUN, RESULT = "begun", "result"  # what a child says of a call
 
 
 class ProcessPool:
@@ -46,28 +48,31 @@ class ProcessPool:
                         child.send(calls[number])
                     except BrokenPipeError:
                         results[number] = child.crashed()
+                        child.close()
                         continue
                     except Exception as error:  # pickle raises what it likes: this call cannot travel
                         self._idle.append(child)
                         results[number] = error
                         continue
-                    busy[number] = (child, time.monotonic() + timeout)
+                    busy[number] = (child, math.inf)
                     selector.register(child.output, selectors.EVENT_READ, number)
-                first = min((deadline for _, deadline in busy.values()), default=time.monotonic())
-                ready = [key.data for key, _ in selector.select(max(0.0, first - time.monotonic()))]
+                first = min((deadline for _, deadline in busy.values()), default=0.0)
+                wait = None if first == math.inf else max(0.0, first - time.monotonic())
+                ready = [key.data for key, _ in selector.select(wait)]
                 late = [n for n, (_, deadline) in busy.items() if n not in ready and deadline <= time.monotonic()]
                 for number in [*ready, *late]:
-                    child, _ = busy.pop(number)
-                    selector.unregister(child.output)
-                    if number in late:
-                        child.kill()
-                        results[number] = TimeoutError(f"no result within {timeout:g} s")
+                    child, _ = busy[number]
+                    what, value = child.give_up(timeout) if number in late else child.receive()
+                    if what == BEGUN:
+                        busy[number] = (child, time.monotonic() + timeout)
                         continue
-                    try:
-                        results[number] = _receive(child.output)
+                    results[number] = value
+                    selector.unregister(child.output)
+                    del busy[number]
+                    if child.runs:
                         self._idle.append(child)
-                    except EOFError:
-                        results[number] = child.crashed()
+                    else:
+                        child.close()
         return results
 
 
@@ -77,42 +82,59 @@ class _Child:
             [sys.executable, "-m", __name__, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            bufsize=0,  # a result that a buffer holds would never be selected
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
         )
         self.output: BinaryIO = self._process.stdout
 
+    @property
+    def runs(self) -> bool:
+        return self._process.returncode is None
+
     def send(self, call: Callable[[], Any]) -> None:
         _send(self._process.stdin, call)
 
-    def kill(self) -> None:
+    def receive(self) -> tuple[str, Any]:
+        try:
+            return _receive(self.output)
+        except EOFError:
+            return RESULT, self.crashed()
+
+    def give_up(self, timeout: float) -> tuple[str, TimeoutError]:
         self._process.kill()
         self._process.wait()
-        self._process.stdout.close()
-        self._process.stdin.close()
+        return RESULT, TimeoutError(f"no result within {timeout:g} s")
 
     def crashed(self) -> RuntimeError:
         code = self._process.wait()
-        self.kill()
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
         return RuntimeError(f"its process ended ({how})")
 
+    def close(self) -> None:
+        self._process.stdout.close()
+        self._process.stdin.close()
+
 
 def _send(stream: BinaryIO, value: Any) -> None:
-    data = pickle.dumps(value)
-    stream.write(HEADER.pack(len(data)) + data)
-    stream.flush()
+    pickled = pickle.dumps(value)
+    data = memoryview(HEADER.pack(len(pickled)) + pickled)
+    while data:
+        data = data[stream.write(data) :]
 
 
 def _receive(stream: BinaryIO) -> Any:
     """EOFError where the other side is gone."""
-    header = stream.read(HEADER.size)
-    if len(header) < HEADER.size:
-        raise EOFError
-    (length,) = HEADER.unpack(header)
-    data = stream.read(length)
-    if len(data) < length:
-        raise EOFError
-    return pickle.loads(data)
+    (length,) = HEADER.unpack(_read(stream, HEADER.size))
+    return pickle.loads(_read(stream, length))
+
+
+def _read(stream: BinaryIO, length: int) -> bytes:
+    data = b""
+    while len(data) < length:
+        if not (more := stream.read(length - len(data))):
+            raise EOFError
+        data += more
+    return data
 
 
 def _sendable(result: Any) -> Any:
@@ -129,12 +151,12 @@ def _sendable(result: Any) -> Any:
 def _serve(parent: int) -> None:
     """The child: calls in, results out, until the parent is gone."""
     # A reward that hangs here must not outlive a parent that was killed: the kernel sees to it.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != parent:
         return
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the trainer decides when it ends
         signal.signal(number, signal.SIG_IGN)
-    calls, results = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    calls, results = os.fdopen(os.dup(0), "rb", buffering=0), os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what a reward prints must not stand between results
     while True:
         try:
@@ -142,9 +164,10 @@ def _serve(parent: int) -> None:
         except EOFError:
             return
         except Exception as error:  # the module of the reward cannot be imported here, or raises what it likes
-            _send(results, _sendable(error))
+            _send(results, (RESULT, _sendable(error)))
             continue
-        _send(results, _sendable(answer(call)))
+        _send(results, (BEGUN, None))
+        _send(results, (RESULT, _sendable(answer(call))))
 
 
 if __name__ == "__main__":

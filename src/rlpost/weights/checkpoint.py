@@ -27,6 +27,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -62,6 +63,7 @@ class CheckpointStore:
             raise ValueError(f"keep={keep} is not allowed; at least one checkpoint must stay (keep ≥ 1)")
         self.directory, self.keep, self.shard_bytes = Path(directory), keep, shard_bytes
         self._in_flight: _BackgroundWrite | None = None
+        self._host: list[Tensor] = []  # this rank's copies of the last save in the background
 
     def steps(self) -> list[int]:
         """The steps of the complete checkpoints, in order."""
@@ -113,17 +115,29 @@ class CheckpointStore:
                 if (planned + len(shards) - 1) % world_size() != rank():
                     continue
                 if background:
-                    held.append((shard, tensor.detach().to("cpu", copy=True)))
+                    held.append((shard, self._copied(tensor, len(held))))
                 else:
                     writer.put(shard, tensor)
             planned += len(shards)
         self._in_flight = _BackgroundWrite(self, draft, writer, held)
         if background:
+            if torch.cuda.is_available():
+                torch.cuda.current_stream().synchronize()  # the copies
             self._in_flight.start()
         else:
             self._in_flight.run()
             self.finish()
         return draft.final
+
+    def _copied(self, tensor: Tensor, place: int) -> Tensor:
+        """A copy in host memory that stays for the next save: new memory would cost more time than the copy."""
+        if place == len(self._host):
+            self._host.append(torch.empty(0))
+        kept = self._host[place]
+        if (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
+            kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._host[place] = kept
+        return kept.copy_(tensor.detach(), non_blocking=True)
 
     def poll(self) -> None:
         """Learn whether a save in the background has ended. Collective, and free where none is in flight. Raises its
@@ -269,7 +283,7 @@ class _BackgroundWrite:
 
     def _write(self) -> None:
         while self._held:
-            self._writer.put(*self._held.popleft())  # its memory goes back at once
+            self._writer.put(*self._held.popleft())
         self._writer.close()
         self.error = self._writer.error
         if self.error is not None:

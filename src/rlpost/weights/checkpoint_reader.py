@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,9 @@ class Checkpoint:
         the files that differ."""
         names = sorted(self._files if kind is None else {entry["file"] for entry in self._tensors[kind].values()})
         mine = names[rank() :: world_size()]
-        wrong = [name for name in mine if file_crc(self.path / name) != self._files[name][1]]
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(file_crc, (self.path / name for name in mine)))
+        wrong = [name for name, crc in zip(mine, found) if crc != self._files[name][1]]
         if wrong:
             raise CheckpointError("; ".join(f"{name} has another checksum than when it was written" for name in wrong))
 

@@ -6,6 +6,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -101,6 +102,9 @@ class ShardWriter:
         self.files: dict[str, list[int]] = {}
         self.error: OSError | None = None
         self._file: _File | None = None
+        self._syncing: list[Future[None]] = []
+        # Sums a tensor while it is written, and waits for the disk while the next file is written.
+        self._helpers = ThreadPoolExecutor(2, thread_name_prefix="rlpost-shards")
 
     def put(self, shard: Shard, tensor: Tensor) -> None:
         if self.error is not None:
@@ -109,21 +113,25 @@ class ShardWriter:
             if self._file is None or self._file.shard is not shard:
                 self._finish_file()
                 self._file = _File(self.directory / shard.name, shard)
-            self._file.append(tensor)
+            self._file.append(tensor, self._helpers)
         except OSError as error:
             self.error = error
 
     def close(self) -> None:
         try:
             self._finish_file()
+            for syncing in self._syncing:
+                syncing.result()
         except OSError as error:
             self.error = self.error or error
+        self._helpers.shutdown()
 
     def _finish_file(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            file.close()
+            file.write_header()
             self.files[file.shard.name] = [8 + HEADER_BYTES + file.shard.data_bytes, file.crc]
+            self._syncing.append(self._helpers.submit(file.sync_and_close))
 
 
 class _File:
@@ -135,19 +143,24 @@ class _File:
         self.out.seek(8 + HEADER_BYTES)
         self.crc = 0
 
-    def append(self, tensor: Tensor) -> None:
+    def append(self, tensor: Tensor, helpers: ThreadPoolExecutor) -> None:
         flat = tensor.detach().contiguous().cpu().reshape(-1)
         if flat.numel():
             data = memoryview(flat.view(torch.uint8).numpy())
-            self.crc = zlib.crc32(data, self.crc)
-            self._write(data)
+            summing = helpers.submit(zlib.crc32, data, self.crc)
+            try:
+                self._write(data)
+            finally:
+                self.crc = summing.result()
 
-    def close(self) -> None:
+    def write_header(self) -> None:
+        header = self.shard.header()
+        self.crc = zlib.crc32(header, self.crc)  # the header last: the data was summed as it went by
+        self.out.seek(0)
+        self._write(memoryview(header))
+
+    def sync_and_close(self) -> None:
         try:
-            header = self.shard.header()
-            self.crc = zlib.crc32(header, self.crc)  # the header last: the data was summed as it went by
-            self.out.seek(0)
-            self._write(memoryview(header))
             os.fsync(self.out.fileno())
         finally:
             self.out.close()
@@ -180,11 +193,11 @@ def bytes_crc(data: bytes) -> int:
 
 def file_crc(path: Path) -> int:
     """The checksum of a file, in the order that a shard is written: its data, then its header."""
-    crc = 0
-    with open(path, "rb") as f:
+    crc, block = 0, bytearray(16 * 2**20)
+    with open(path, "rb", buffering=0) as f:
         header = f.read(8 + HEADER_BYTES)
-        while block := f.read(16 * 2**20):
-            crc = zlib.crc32(block, crc)
+        while got := f.readinto(block):
+            crc = zlib.crc32(memoryview(block)[:got], crc)
     return zlib.crc32(header, crc)
 
 
