@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engine_models import weights_on_disk
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -190,27 +191,6 @@ class Oracle:
 
     def weights(self) -> dict[str, Tensor]:
         return weights_on_disk(self.model)
-
-
-def weights_on_disk(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The state under the names on disk, where the experts are tensors of their own."""
-    found = {}
-    for name, tensor in model.state_dict().items():
-        if name.endswith("experts.gate_up_proj"):
-            for e, (gate, up) in enumerate(expert.chunk(2) for expert in tensor):
-                found[name.replace("gate_up_proj", f"{e}.gate_proj.weight")] = gate
-                found[name.replace("gate_up_proj", f"{e}.up_proj.weight")] = up
-        elif name.endswith("experts.down_proj"):
-            for e, down in enumerate(tensor):
-                found[name.replace("down_proj", f"{e}.down_proj.weight")] = down
-        else:
-            found[name] = tensor
-    if model.config.model_type != "mixtral":
-        return found
-    words = {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
-    for ours, theirs in words.items():
-        found = {name.replace(ours, theirs): tensor for name, tensor in found.items()}
-    return found
 
 
 def largest_difference(tensors: Any, reference: dict[str, Tensor]) -> float:

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from exports import distance_of_export
 from launch import run_python, run_ranks
 from overrides import ALGORITHMS, command
-from transformers import Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlpost.observe.metrics import read_metrics
 from rlpost.quickstart import task
@@ -20,6 +21,7 @@ LAUNCHES = {
     "tensor parallel 2 with sequence parallel": (2, ["parallel.tensor=2", "parallel.sequence=true"]),
     "pipeline parallel 2": (2, ["parallel.pipeline=2"]),
     "context parallel 2": (2, ["parallel.context=2"]),
+    "expert parallel 2": (2, ["parallel.expert=2"]),
 }
 
 
@@ -38,7 +40,8 @@ def launch(tiny, out, algorithm, ranks, more):
 
 # Every layout for one algorithm, the cheap ones for the others: what a layout does to a step does not depend on them,
 # and tests/distributed/test_policy_cuts.py has the whole table.
-CASES = {name: list(LAUNCHES) if name == "sdpo" else list(LAUNCHES)[:2] for name in ALGORITHMS}
+DENSE = [name for name in LAUNCHES if name != "expert parallel 2"]
+CASES = {name: DENSE if name == "sdpo" else DENSE[:2] for name in ALGORITHMS}
 CASES["ppo"] = [*CASES["ppo"], "pipeline parallel 2"]  # two models in one schedule's groups
 CASES["grpo"] = CASES["sft"] = ["small micro-batches", "data parallel 2", "tensor parallel 2 with sequence parallel"]
 
@@ -57,6 +60,20 @@ def test_key_value_heads_that_the_ranks_do_not_divide(tiny, tmp_path):
     task.make_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "data").symlink_to(tiny / "data")
     compare(tmp_path, tmp_path, "sdpo", ["tensor parallel 2"], "publish.verify=always")
+
+
+def test_a_mixture_of_experts(tiny, tmp_path):
+    """Trains, samples and exports under the names on disk, whichever ranks have the experts."""
+    dense = task.model_config().to_dict()
+    del dense["architectures"], dense["model_type"]
+    config = Qwen3MoeConfig(**dense, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "model")
+    task.make_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "data").symlink_to(tiny / "data")
+    compare(tmp_path, tmp_path, "sdpo", ["expert parallel 2"], "publish.verify=always")
+    for name in ("one", "expert_parallel_2"):
+        assert distance_of_export(tmp_path / name / "run") < 2e-5
 
 
 def compare(tiny, tmp_path, algorithm, names, *more):

@@ -41,7 +41,7 @@ def ask(engine, prompts, seeds=None, **params):
     return engine.generate([Request(p, params, i if seeds is None else seeds[i]) for i, p in enumerate(prompts)])
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_greedy_tokens_and_logprobs_are_those_of_transformers(tmp_path, family, tied):
     model, engine = make(tmp_path, family=family, tied=tied)
@@ -176,8 +176,9 @@ def test_what_memory_holds_by_chance_is_never_seen(served):
     assert [c.ids for c in found] == [c.ids for c in expected]
 
 
-def test_bf16_serves_what_was_published_in_bf16(tmp_path):
-    model, engine = make(tmp_path, dtype=torch.bfloat16)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_bf16_serves_what_was_published_in_bf16(tmp_path, family):
+    model, engine = make(tmp_path, dtype=torch.bfloat16, family=family)
     load_weights(engine, model)
     completion = ask(engine, [[5, 9, 2]], temperature=0.0)[0]
     score = engine.score([[5, 9, 2, *completion.ids]], [3])[0]
@@ -227,8 +228,9 @@ def test_a_bucket_that_does_not_fit_is_refused_whole(tmp_path):
         assert torch.equal(engine._weights[fitting], before)
 
 
-def test_sleeping_by_tag(tmp_path):
-    model, engine = make(tmp_path)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_sleeping_by_tag(tmp_path, family):
+    model, engine = make(tmp_path, family=family)
     load_weights(engine, model)
     before = ask(engine, PROMPTS)
     engine.sleep(["kv_cache"])

@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
-from safetensors import safe_open
+from torch import Tensor, nn
 
+from rlpost.policy.hf_map import MIXTRAL_NAMES
 from rlpost.rollout.engine import Bucket, TensorSpec
 
-NOT_WEIGHTS = ("rotary_emb.inv_freq",)  # buffers that old checkpoints hold
+
+def disk_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """A Transformers model's parameters under their names on disk, a tied head only under its first name.
+
+    In memory Transformers stacks the experts of a layer, gate over up; on disk each projection of each expert is a
+    tensor of its own. What comes here are views of the stacks, so writing to them fills the model.
+    """
+    renames = MIXTRAL_NAMES if model.config.model_type == "mixtral" else ()
+    for name, parameter in model.named_parameters():
+        for found, tensor in _by_expert(name, parameter.detach()):
+            for ours, theirs in renames:
+                found = found.replace(ours, theirs)
+            yield found, tensor
+
+
+def _by_expert(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    layer, experts, projection = name.partition(".experts.")
+    if not experts:
+        yield name, tensor
+        return
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[projection]
+    for number, expert in enumerate(tensor):
+        for part, piece in zip(parts, expert.chunk(len(parts))):
+            yield f"{layer}.experts.{number}.{part}.weight", piece
 
 
 def expected_tensors(model_path: str, dtype: torch.dtype) -> dict[str, TensorSpec]:
     """Hugging Face names and shapes, all in `dtype`; a tied head only under its first name.
 
-    They come from the model class on the meta device. Transformers fuses the experts of a mixture in memory, so for
-    those the names and shapes are read off the safetensors headers in `model_path`.
+    They come from the model class on the meta device.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -24,12 +47,7 @@ def expected_tensors(model_path: str, dtype: torch.dtype) -> dict[str, TensorSpe
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    if any(".experts." in name for name in shapes):
-        shapes = _checkpoint_shapes(model_path)
-        if config.tie_word_embeddings:
-            shapes.pop("lm_head.weight", None)
-    return {name: TensorSpec(shape, dtype) for name, shape in shapes.items()}
+    return {name: TensorSpec(tuple(tensor.shape), dtype) for name, tensor in disk_tensors(model)}
 
 
 def bucket_faults(bucket: Bucket, expected: dict[str, TensorSpec]) -> list[str]:
@@ -42,16 +60,3 @@ def bucket_faults(bucket: Bucket, expected: dict[str, TensorSpec]) -> list[str]:
             want = expected[name]
             faults.append(f"{name!r} is {spec.dtype} {list(spec.shape)}, expected {want.dtype} {list(want.shape)}")
     return faults
-
-
-def _checkpoint_shapes(model_path: str) -> dict[str, tuple[int, ...]]:
-    files = sorted(Path(model_path).glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{model_path}: a mixture-of-experts model needs its safetensors here, for its tensors' names")
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as handle:
-            for name in handle.keys():  # noqa: SIM118 (a handle cannot be iterated over)
-                if not name.endswith(NOT_WEIGHTS):
-                    shapes[name] = tuple(handle.get_slice(name).get_shape())
-    return shapes

@@ -26,10 +26,12 @@ from rlpost.rollout.engine import (
     TensorSpec,
 )
 from rlpost.rollout.engines.decode import ATTENTION, Decoder, pad_right
-from rlpost.rollout.engines.packed import can_pack, pack_linears, release, restore
+from rlpost.rollout.engines.expected import bucket_faults, disk_tensors
+from rlpost.rollout.engines.packed import PackedLinear, can_pack, pack_linears, release, restore
 from rlpost.weights.buckets import tensor_digest, unpack
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3")  # decoders with full attention and a plain linear head
+# Decoders with full attention and a plain linear head.
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 SCORE_TOKENS = 8192  # padded tokens of one forward pass of `score`
 LOGITS_CHUNK = 2**24  # elements of logits alive at once in `score`
 
@@ -66,10 +68,8 @@ class TorchEngine:
             model = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype, attn_implementation=ATTENTION)
         model.tie_weights()
         model.requires_grad_(False).eval()
-        self._specs, self._weights = {}, {}
-        for name, parameter in model.named_parameters():  # a tied parameter comes once, under its first name
-            self._specs[name] = TensorSpec(tuple(parameter.shape), parameter.dtype)
-            self._weights[name] = parameter
+        self._weights = dict(disk_tensors(model))
+        self._specs = {name: TensorSpec(tuple(t.shape), t.dtype) for name, t in self._weights.items()}
         self._linears = pack_linears(model) if can_pack(self.device, self.dtype) else []
         self._model = model
 
@@ -112,8 +112,8 @@ class TorchEngine:
         try:
             if "weights" in tags:
                 self._give_up_weights()
-                for weight in self._weights.values():
-                    release(weight)
+                for parameter in self._model.parameters():
+                    release(parameter)
             self._asleep.update(tags)
         finally:
             self._running.release()
@@ -121,8 +121,8 @@ class TorchEngine:
     def wake(self, tags: Sequence[Tag]) -> None:
         self._check_tags(tags, asleep=True)
         if "weights" in tags:
-            for weight in self._weights.values():
-                restore(weight)
+            for parameter in self._model.parameters():
+                restore(parameter)
         self._asleep.difference_update(tags)
 
     def expected_tensors(self) -> dict[str, TensorSpec]:
@@ -138,8 +138,7 @@ class TorchEngine:
 
     def load_bucket(self, bucket: Bucket) -> None:
         self._check_loading("load_bucket")
-        faults = [fault for name, spec, _ in bucket.entries if (fault := self._fault(name, spec))]
-        if faults:
+        if faults := bucket_faults(bucket, self._specs):
             raise ValueError("load_bucket: " + "; ".join(faults))
         with torch.no_grad():
             for name, tensor in unpack(bucket):
@@ -167,10 +166,11 @@ class TorchEngine:
         self._check_started("digest")
         if "weights" in self._asleep:
             raise EngineNotReady("digest: the weights are asleep")
-        plain = {id(linear.weight): linear for linear in self._linears if not linear.shared}
+        modules = self._model.named_modules()
+        alone = {f"{n}.weight": m for n, m in modules if isinstance(m, PackedLinear) and not m.shared}
         digests = {}
         for name, weight in self._weights.items():
-            linear = plain.get(id(weight))
+            linear = alone.get(name)
             digests[name] = tensor_digest(weight if linear is None else linear.plain_weight())
         return digests
 
@@ -254,14 +254,6 @@ class TorchEngine:
                     f"request {i}: {length} prompt tokens and max_tokens={request.params.max_tokens} "
                     f"exceed the model's {limit} positions"
                 )
-
-    def _fault(self, name: str, spec: TensorSpec) -> str | None:
-        expected = self._specs.get(name)
-        if expected is None:
-            return f"{name!r} is not a tensor of this model"
-        if expected != spec:
-            return f"{name!r} is {spec.dtype} {list(spec.shape)}, expected {expected.dtype} {list(expected.shape)}"
-        return None
 
 
 def _batches_by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
