@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlpost.config.compose import ConfigError, config_values, differences, load_saved_config, to_config
+from rlpost.config.compose import ConfigError, config_values, differences, dump_config, load_saved_config, to_config
 from rlpost.config.schema import Config
 from rlpost.observe.metrics import read_metrics
 from rlpost.weights.checkpoint import CheckpointStore, versions
@@ -41,6 +41,9 @@ FIXED = (
 )
 # Not worth a word: where the run is, and how it was found.
 UNTOLD = ("run.dir", "run.name", "trainer.resume")
+
+# Metrics that say nothing of the model.
+UNCARDED = ("step", "nonfinite", "perf", "publish")
 
 
 def run_directory(config: Config) -> Path:
@@ -301,5 +304,6 @@ def _card(config: Config, step: int, rows: Sequence[Mapping[str, Any]]) -> dict[
         "data": config.data.train,
         "steps": step,
         "curve": [(row["step"], row["rollout/reward/mean"]) for row in past if "rollout/reward/mean" in row],
-        "metrics": {name: value for name, value in last.items() if name not in ("step", "nonfinite")},
+        "metrics": {name: value for name, value in last.items() if name.split("/")[0] not in UNCARDED},
+        "configuration": dump_config(config),
     }

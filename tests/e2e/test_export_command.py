@@ -46,8 +46,16 @@ def test_the_command_writes_what_the_trainer_wrote(run, tmp_path):
         here, there = tmp_path / "x" / name, run / "export" / name
         assert here.exists() == there.exists() and (not here.exists() or here.read_text() == there.read_text()), name
     card = (tmp_path / "x" / "README.md").read_text()
-    for line in ("| steps | 2 |", "| algorithm | sdpo |", "## Training reward", "| megatron-core |", "train/loss"):
+    for line in (
+        "| steps | 2 |",
+        "| algorithm | sdpo |",
+        "## Training reward",
+        "| megatron-core |",
+        "train/loss",
+        "  top_k: 8\n",
+    ):
         assert line in card
+    assert "perf/" not in card
 
 
 def test_transformers_loads_it_and_scores_alike(run):

@@ -120,9 +120,12 @@ def _finish(beside: Path, final: Path, shards: Sequence[Shard]) -> None:
 
 def model_card(card: Mapping[str, Any], *, base_model: str) -> str:
     """README.md of an export. Of `card`: "curve" is [(step, value), …] of the training reward, "metrics" a dict of the
-    last numbers, "versions" defaults to those installed; every other entry becomes a line of the table."""
+    last numbers, "configuration" YAML, "versions" defaults to those installed; every other entry becomes a line of the
+    table."""
     card = {"base_model": base_model, **card}
-    facts = [(key, value) for key, value in card.items() if key not in ("curve", "metrics", "versions")]
+    facts = [
+        (key, value) for key, value in card.items() if key not in ("curve", "metrics", "configuration", "versions")
+    ]
     lines = [
         "---",
         "library_name: transformers",
@@ -141,6 +144,8 @@ def model_card(card: Mapping[str, Any], *, base_model: str) -> str:
         lines += ["", "## Training reward", "", *_table(("step", "reward"), _thin(card["curve"]))]
     if card.get("metrics"):
         lines += ["", "## Last metrics", "", *_table(("metric", "value"), sorted(card["metrics"].items()))]
+    if card.get("configuration"):
+        lines += ["", "## Configuration", "", "```yaml", card["configuration"].rstrip(), "```"]
     lines += ["", "## Versions", "", *_table(("package", "version"), card.get("versions", versions()).items())]
     return "\n".join(lines) + "\n"
 
