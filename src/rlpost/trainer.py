@@ -321,7 +321,8 @@ class Trainer:
         work.teacher_due = moved
         work.metrics |= _means(steps)
         work.metrics["train/skipped"] = sum(s["train/skipped"] for s in steps)
-        work.metrics["train/no_signal"] = float(len(work.updates) - len(steps))
+        # A step whose groups were all filtered out has no update at all, and nothing to learn either.
+        work.metrics["train/no_signal"] = float(max(1, len(work.updates)) - len(steps))
 
     def _teacher_update(self, work: StepWork) -> None:
         from rlpost.assemble import teacher_distance

@@ -136,11 +136,17 @@ def test_another_run_in_the_same_directory_is_refused(tiny, tmp_path):
     assert "holds another run: " in run.stderr and "Choose another run.name" in run.stderr
 
 
-def test_equal_rewards_move_nothing(tiny, tmp_path):
-    run = rlpost(*command(tiny, tmp_path, "grpo", "reward._target_=toy_rewards.constant", "algorithm.kl_loss_coef=0"))
+@pytest.mark.parametrize(
+    ("more", "counted"),
+    [([], 2.0), (["rollout.filter=nonzero_std", "rollout.max_rounds=1"], 1.0)],
+    ids=["two updates without a signal", "no group passes the filter"],
+)
+def test_equal_rewards_move_nothing(more, counted, tiny, tmp_path):
+    constant = ["reward._target_=toy_rewards.constant", "algorithm.kl_loss_coef=0"]
+    run = rlpost(*command(tiny, tmp_path, "grpo", *constant, *more))
     assert run.returncode == 0, run.stderr
     rows = read_metrics(tmp_path / "run")
-    assert [row["train/no_signal"] for row in rows] == [2.0, 2.0]  # of two updates each
+    assert [row["train/no_signal"] for row in rows] == [counted] * 2
     assert all(row["publish/version"] == 1.0 for row in rows if "publish/version" in row)
 
 

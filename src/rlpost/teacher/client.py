@@ -141,9 +141,11 @@ class ScoringClient:
                 failure = f"HTTP {error.code}: {error.read()[:300].decode(errors='replace')}"
                 if error.code not in TRY_AGAIN:
                     raise TeacherServerError(f"{what} was refused: {failure}") from error
+            except urllib.error.URLError as error:
+                failure = str(error.reason)
             except FAILURES as error:
                 failure = str(error) or type(error).__name__
-        raise TeacherServerError(f"{what} had no answer in {attempts} attempts; the last: {failure}")
+        raise TeacherServerError(f"{what} had no answer, {attempts} times (is the server up?); the last: {failure}")
 
 
 Scores = list[tuple[Any, Any]]  # (token id, log-prob) as the server said them
