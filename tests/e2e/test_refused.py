@@ -182,7 +182,7 @@ REFUSED = {
     ),
     "a fallback to checkpoints that are not evaluated": (
         "grpo",
-        ["guards.action=fallback", "data.eval.a=b.jsonl", "trainer.save_every=3", "trainer.eval_every=2"],
+        ["guards.action=fallback", "data.eval={a: b.jsonl}", "trainer.save_every=3", "trainer.eval_every=2"],
         "trainer.eval_every=2 above 0 and trainer.save_every=3 a multiple of it",
     ),
     "an unknown guard": (

@@ -120,9 +120,11 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 
 
 def _open(override: str) -> str:
-    """`algorithm.x=1` may name a key that the group's YAML does not list; the class will judge it."""
+    """`algorithm.x=1` may name a key that the group's YAML does not list; the class will judge it. Eval sets are named
+    by whoever writes them."""
     bare = override.lstrip("+~")
-    if bare == override and any(bare.startswith(f"{group}.") for group in OPEN_GROUPS):
+    opened = [f"{group}." for group in OPEN_GROUPS] + ["data.eval="]
+    if bare == override and bare.startswith(tuple(opened)):
         return f"++{override}"
     return override
 
