@@ -11,9 +11,10 @@ from rlpost.observe.metrics import read_metrics
 ENV = {"PYTHONPATH": f"{Path(__file__).parents[2] / 'src'}:{Path(__file__).parent}"}
 
 
-def masters(directory, step):
-    (file,) = (directory / "checkpoints" / f"step_{step:06d}").glob("master-*.safetensors")
-    return load_file(file)
+def trained(directory, step):
+    """Masters, both moments and the teacher."""
+    files = sorted((directory / "checkpoints" / f"step_{step:06d}").glob("*-*.safetensors"))
+    return {(file.name, name): tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def test_a_collapse_goes_back_to_the_best_checkpoint(tiny, tmp_path):
@@ -22,9 +23,9 @@ def test_a_collapse_goes_back_to_the_best_checkpoint(tiny, tmp_path):
         f"data.eval.held_out={{path: {tiny / 'data' / 'eval.jsonl'}, limit: 4}}",
         *("trainer.steps=9", "trainer.keep=1", "trainer.eval_every=2", "trainer.save_every=2"),
         *("guards.action=fallback", "guards.window=1", "guards.max_fallbacks=1"),
-        *("algorithm.kl_loss_coef=0", "train.updates_per_rollout=1"),
+        *("algorithm.reward_weight=1", "teacher=ema", "train.updates_per_rollout=1"),
     ]
-    run = run_python(["-m", "rlpost", *command(tiny, tmp_path, "grpo", *more)], env=ENV)
+    run = run_python(["-m", "rlpost", *command(tiny, tmp_path, "blend", *more)], env=ENV)
     assert run.returncode == 0, run.stderr
     directory = tmp_path / "run"
     assert "step 4: the reward fell to 0 over the last 1 steps" in run.stderr
@@ -35,5 +36,6 @@ def test_a_collapse_goes_back_to_the_best_checkpoint(tiny, tmp_path):
     # keep=1, and the best one beside it; nothing was learned since.
     steps = sorted(path.name for path in (directory / "checkpoints").glob("step_*"))
     assert steps == ["step_000002", "step_000005"]
-    best, last = masters(directory, 2), masters(directory, 5)
-    assert all(best[name].equal(last[name]) for name in best)
+    best, last = trained(directory, 2), trained(directory, 5)
+    assert {name.split("-")[0] for name, _ in best} == {"master", "exp_avg", "exp_avg_sq", "tag.teacher"}
+    assert best.keys() == last.keys() and all(best[name].equal(last[name]) for name in best)

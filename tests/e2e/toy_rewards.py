@@ -22,5 +22,5 @@ def broken_on_rank_1(sample):
 
 
 def collapsing(sample):
-    """As variety, until the weights have changed three times."""
+    """As variety, until the weights have changed three times; then 0, with nothing to say."""
     return variety(sample) if sample.version <= 3 else 0.0

@@ -162,6 +162,23 @@ def test_a_huge_ratio_stays_finite(name):
     assert loss.isfinite().all() and gradient(loss, logp).isfinite().all()
 
 
+SMOOTH = {
+    "ppo_clip": lambda logp, old, A: policy.ppo_clip(logp, old, A, clip_low=0.2, clip_high=0.28, dual_clip=2.0)[0],
+    "reinforce": lambda logp, old, A: policy.reinforce(logp, A)[0],
+    "sapo": lambda logp, old, A: policy.sapo(logp, old, A)[0],
+    **{name: lambda logp, old, A, name=name: kl(logp, old, name) for name in ESTIMATORS},
+    **{f"{name}, unbiased": lambda z, r, A, n=name: kl(z, r, n, unbiased=True, old_N=A) for name in ESTIMATORS},
+}
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_finite_differences(name):
+    """Of what holds no stopped gradient; the closed forms of the others are above."""
+    g = torch.Generator().manual_seed(3)
+    logp, old, advantages = (torch.randn(40, generator=g).double() for _ in range(3))
+    assert torch.autograd.gradcheck(lambda x: SMOOTH[name](x, old, advantages), logp.requires_grad_())
+
+
 # KL
 
 
