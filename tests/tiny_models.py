@@ -19,6 +19,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from rlpost.config.schema import ModelConfig, OptimConfig, ParallelConfig
 from rlpost.policy.megatron import MegatronPolicy
@@ -84,9 +85,14 @@ def load_model(path: Path) -> PreTrainedModel:
 
 
 def make_policy(
-    path: Path, optim: OptimConfig = OPTIM, dtype: str = "fp32", recompute: str = "none", **parallel: Any
+    path: Path,
+    optim: OptimConfig = OPTIM,
+    dtype: str = "fp32",
+    recompute: str = "none",
+    router_aux_loss: float = 0.0,
+    **parallel: Any,
 ) -> MegatronPolicy:
-    model = ModelConfig(path=str(path), dtype=dtype)
+    model = ModelConfig(path=str(path), dtype=dtype, router_aux_loss=router_aux_loss)
     return MegatronPolicy(model, optim, ParallelConfig(**parallel), temperature=0.7, recompute=recompute)
 
 
@@ -148,9 +154,9 @@ def policy_loss(head: Any, micro: MicroBatch) -> LossOutput:
 class Oracle:
     """The same steps with Transformers, autograd over each sequence alone, and torch's AdamW."""
 
-    def __init__(self, path: Path, optim: OptimConfig = OPTIM) -> None:
+    def __init__(self, path: Path, optim: OptimConfig = OPTIM, router_aux_loss: float = 0.0) -> None:
         self.model = load_model(path)
-        self.optim = optim
+        self.optim, self.router_aux_loss = optim, router_aux_loss
         decay = [p for p in self.model.parameters() if p.ndim > 1]
         rest = [p for p in self.model.parameters() if p.ndim == 1]
         self.adam = torch.optim.AdamW(
@@ -169,25 +175,40 @@ class Oracle:
         logits = self.logits(sequence)[prompt - 1 : -1] / 0.7
         return logits.log_softmax(-1).gather(1, sequence["ids"][prompt:, None])[:, 0]
 
+    def balance(self, sequence: dict[str, Tensor]) -> Tensor:
+        """Transformers' load-balancing loss of the sequence, summed over its layers; theirs is K times ours."""
+        config = self.model.config
+        layers = self.model(sequence["ids"][None], output_router_logits=True).router_logits
+        chosen = config.num_experts_per_tok
+        return sum(load_balancing_loss_func((layer,), config.num_experts, chosen) for layer in layers) / chosen
+
     def step(self, sequences: Sequence[dict[str, Tensor]]) -> dict[str, float]:
         self.adam.zero_grad()
         denominator, loss = token_mean(sequences), 0.0
-        live = []
+        live, balances = [], []
         for sequence in sequences:
             logprobs = self.logprobs(sequence)
             losses = token_loss(logprobs, sequence["advantages"]) * sequence["loss_mask"] / denominator
             losses.sum().backward()
             loss += float(losses.detach().double().sum())
             live.append(logprobs.detach()[sequence["loss_mask"] > 0])
+            if self.router_aux_loss and sequence["loss_mask"].any():
+                balances.append(self.balance(sequence))
+        if balances:
+            (self.router_aux_loss * sum(balances) / len(balances)).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.optim.clip_grad)
         self.adam.step()
         pooled = torch.cat(live)
-        return {
+        metrics = {
             "train/loss": loss,
             "train/grad_norm": float(norm),
             "logp": float(pooled.mean()),
             "logp/max": float(pooled.max()),
         }
+        if balances:
+            layers = self.model.config.num_hidden_layers
+            metrics["router/aux_loss"] = float(sum(balances).detach()) / len(balances) / layers
+        return metrics
 
     def weights(self) -> dict[str, Tensor]:
         return weights_on_disk(self.model)

@@ -49,6 +49,15 @@ def parallel(layout: str) -> dict:
     return {**sizes, "sequence": "sp" in cuts}
 
 
+def recompute(layout: str) -> str:
+    return next((part for part in layout.split("-") if part in ("selective", "full")), "none")
+
+
+def steps_only(layout: str) -> bool:
+    """What else is tested does not depend on recomputation."""
+    return recompute(layout) != "none"
+
+
 def kinds_of(layout: str) -> tuple[str, ...]:
     """Layouts with `ep` cut a model that has experts, those with eight chunks one of eight layers."""
     if layout == "pp4-vpp2":
@@ -85,7 +94,9 @@ def relative(metrics: dict, expected: dict) -> float:
 
 def check_steps(path: Path, layout: str) -> dict:
     """Two steps, the second with a data-parallel rank (or, alone, half of the micro-batches) fully masked."""
-    policy, oracle = make_policy(path, **parallel(layout)), Oracle(path)
+    aux = 0.05 if path.name in EXPERTS else 0.0
+    policy = make_policy(path, recompute=recompute(layout), router_aux_loss=aux, **parallel(layout))
+    oracle = Oracle(path, router_aux_loss=aux)
     full_micro = pack(flat(sequences_of(5)), 1.0)
     full_micro.predict_N = torch.arange(len(full_micro.input_ids_T))
     full_micro.target_N = ids = full_micro.input_ids_T.clamp_max(50)
@@ -208,6 +219,8 @@ def main() -> None:
         kinds = kinds_of(layout)
         for kind in kinds:
             results[f"steps/{layout}/{kind}"] = check_steps(models[kind], layout)
+        if steps_only(layout):
+            continue
         if has_critic(layout):
             results[f"critic/{layout}"] = check_critic(directory / "models" / "qwen3-1", layout)
         results[f"skip/{layout}"] = check_skip(models[kinds[0]], layout)

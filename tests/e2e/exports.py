@@ -10,10 +10,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 ENV = {"PYTHONPATH": f"{Path(__file__).parents[2] / 'src'}:{Path(__file__).parent}"}
 
 
-def distance_of_export(run: Path) -> float:
-    """The largest difference between the log-probs of a response under the export and under the resumed trainer."""
+def distance_of_export(run: Path, *overrides: str) -> float:
+    """The largest difference between the log-probs of a response under the export and under the resumed trainer.
+
+    overrides: what one process needs to resume the run of several."""
     code = (
-        f"import json; from rlpost import Trainer; t = Trainer.resume({str(run)!r})\n"
+        f"import json; from rlpost import Trainer; t = Trainer.resume({str(run)!r}, {overrides!r})\n"
         "print(json.dumps(t.score(['decline : lamp river'], ['lampae riverum'])))"
     )
     scored = run_python(["-c", code], env=ENV)

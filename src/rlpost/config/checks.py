@@ -48,6 +48,7 @@ AT_LEAST = {
     "guards.length_factor": 1,
     "guards.reward_drop": 0,
     "engine.max_batch": 1,
+    "model.router_aux_loss": 0,
     "parallel.tensor": 1,
     "parallel.pipeline": 1,
     "parallel.context": 1,
@@ -239,7 +240,10 @@ def _parallel_mistakes(config: Config, world: int) -> Iterator[str]:
             check_layout(p, world)
         except ValueError as error:
             yield str(error)
-    yield from _cut_mistakes(p, "the model", _model_config(config.model.path))
+    model = _model_config(config.model.path)
+    yield from _cut_mistakes(p, "the model", model)
+    if config.model.router_aux_loss and model and not _experts(model):
+        yield f"model.router_aux_loss={config.model.router_aux_loss}: the model has no experts; set it to 0"
 
 
 def _cut_mistakes(p: ParallelConfig, who: str, model: Mapping[str, Any]) -> Iterator[str]:
@@ -251,7 +255,7 @@ def _cut_mistakes(p: ParallelConfig, who: str, model: Mapping[str, Any]) -> Iter
             f"parallel.pipeline={p.pipeline} × parallel.virtual_pipeline={p.virtual_pipeline or 1} = {chunks} does not "
             f"divide {who}'s {layers} layers"
         )
-    experts = model.get("num_experts") or model.get("num_local_experts")
+    experts = _experts(model)
     if p.expert > 1 and not experts:
         yield f"parallel.expert={p.expert}: {who} has no experts"
     elif experts and p.expert > 0 and experts % p.expert:
@@ -261,6 +265,10 @@ def _cut_mistakes(p: ParallelConfig, who: str, model: Mapping[str, Any]) -> Iter
     width = model.get("intermediate_size")
     if width and width % p.tensor:
         yield f"parallel.tensor={p.tensor} does not divide {who}'s intermediate_size={width}"
+
+
+def _experts(model: Mapping[str, Any]) -> int | None:
+    return model.get("num_experts") or model.get("num_local_experts")
 
 
 def _file_mistakes(config: Config, objects: Mapping[str, Any]) -> Iterator[str]:

@@ -57,6 +57,7 @@ class ModelConfig:
     impl: str = "auto"  # auto | local | transformer_engine
     dtype: str = "fp32"  # fp32 | bf16 (with fp32 masters)
     warm_page_cache: bool = True  # one rank of each node reads the files before all map them into memory
+    router_aux_loss: float = 0.0  # of a mixture of experts: times each layer's load-balancing loss, per sequence
     head_chunk_tokens: int = 0  # rows of logits alive at once; 0: chosen from the vocabulary
 
 

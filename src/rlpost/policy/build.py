@@ -29,7 +29,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rlpost.parallel import expert_tensor, virtual_stages
 from rlpost.policy.attention import PackedAttention, PackedSequences
-from rlpost.policy.hf_map import MIXTRAL_NAMES, HFMap, padded_groups, padded_vocabulary
+from rlpost.policy.hf_map import MIXTRAL_NAMES, HFMap, is_expert, padded_groups, padded_vocabulary
 from rlpost.policy.layers import RMSNorm, SwiGLU
 
 if TYPE_CHECKING:
@@ -330,6 +330,8 @@ def build_model(
     are trainable. Their weights are not read yet."""
     if model.dtype not in DTYPES:
         raise ValueError(f"model.dtype={model.dtype!r}: allowed are {', '.join(DTYPES)}")
+    if model.router_aux_loss and getattr(hf, "num_local_experts", None) is None:
+        raise ValueError(f"model.router_aux_loss={model.router_aux_loss}: the model ({hf.model_type}) has no experts")
     config = transformer_config(hf, DTYPES[model.dtype], parallel, recompute)
     fused = uses_transformer_engine(model.impl)
     config.moe_grouped_gemm = fused and config.num_moe_experts is not None
@@ -345,6 +347,10 @@ def build_model(
             cut = hf_map.rule(name)[0].cut
             if cut is not None and not hasattr(parameter, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(parameter, True, cut, 1)
+            if is_expert(name):
+                # Summed over the ranks that have the same expert. Without expert parallelism Megatron takes the ranks
+                # of the other weights for these, which leaves out the tensor-parallel ones that share no expert.
+                parameter.allreduce = False
         chunks.append(DistributedDataParallel(config, ddp, module))
     return chunks
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rlpost import parallel as ranks
 from rlpost.config.schema import ModelConfig, OptimConfig, ParallelConfig
+from rlpost.policy.balance import RouterBalance
 from rlpost.policy.build import DTYPES, build_model, build_optimizer, make_map, read_config
 from rlpost.policy.cpu import megatron_device
 from rlpost.policy.hf_io import SafetensorsReader, warm_page_cache
@@ -68,6 +69,10 @@ class MegatronModel:
                 torch.set_rng_state(random_state)
             chunks = build_model(self.hf_config, model, parallel, recompute, trainable=trainable, value_head=value_head)
             self._chunks = [chunk.to(self.device) for chunk in chunks]
+        self._balance = RouterBalance(model.router_aux_loss, self.mesh) if model.router_aux_loss and trainable else None
+        if self._balance:
+            for chunk in self._chunks:
+                self._balance.watch(chunk.module)
 
     def _run(self, micros: Sequence[MicroBatch], reduce: Callable[..., Any], forward_only: bool) -> list[Any]:
         """Megatron's schedule over the micro-batches; `reduce(hidden, tokens, micro)` is the last stage's work on each.
@@ -85,7 +90,10 @@ class MegatronModel:
 
         def forward_step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             micro = next(iterator)
-            tokens = local_tokens(micro, self.mesh.cp, multiple, longest).to(self.device)
+            tokens = local_tokens(micro, self.mesh.cp, multiple, longest)
+            if self._balance and not forward_only:
+                tokens.balance_BT = self._balance.sequences(tokens, micro, self._sequence_parallel)
+            tokens = tokens.to(self.device)
 
             def collect(hidden: Tensor, non_loss_data: bool = False) -> Any:
                 return reduce(hidden, tokens, micro.to(self.device))
@@ -265,12 +273,16 @@ class MegatronPolicy(MegatronModel):
                 chunk.train()
                 chunk.zero_grad_buffer()
             self._optimizer.zero_grad()
+            if self._balance:
+                self._balance.begin(micros)
             self._run(micros, reduce, forward_only=False)
             grad_norm, moved = self._update(rate)
         self._calls += 1
         self._updates += moved
+        balance = {"router/aux_loss": self._balance.total(self.hf_config.num_hidden_layers)} if self._balance else {}
         return {
             **self._from_last_stage(pool),
+            **balance,
             "train/grad_norm": grad_norm,
             "train/lr": rate,
             "train/skipped": float(not moved),

@@ -33,8 +33,10 @@ class LocalTokens:
     query_lengths: list[int]  # of the pieces: whole sequences, or two chunks of each
     key_lengths: list[int]
     keys_K: Tensor | None  # where the pieces' keys stand in the tokens of all context ranks; None: the own tokens
-    predict_N: Tensor  # where the positions that predict response tokens stand in the tokens of all context ranks
+    place_M: Tensor  # where each of the micro-batch's M tokens stands in the tokens of all context ranks; on the CPU
+    predict_N: Tensor  # the same of the positions that predict response tokens
     rows_R: Tensor | None  # the response tokens (of N) whose loss this rank takes; None: all
+    balance_BT: Tensor | None = None  # with a loss on the router: see policy/balance.py
 
     @property
     def predict_R(self) -> Tensor:
@@ -45,7 +47,8 @@ class LocalTokens:
         return micro if self.rows_R is None else take_rows(micro, self.rows_R)
 
     def to(self, device: torch.device) -> LocalTokens:
-        moved = {name: v.to(device) for name, v in vars(self).items() if isinstance(v, Tensor)}
+        names = [name for name, v in vars(self).items() if isinstance(v, Tensor) and name != "place_M"]
+        moved = {name: getattr(self, name).to(device) for name in names}
         return replace(self, **moved)
 
 
@@ -91,6 +94,7 @@ def local_tokens(micro: MicroBatch, cp: Axis, multiple: int = 1, at_least: int =
         [size for _, size, _ in pieces],
         [length for _, _, length in pieces],
         gathered[keys],
+        gathered[place_T],
         gathered[predict_N],
         _rows_of_sequences(micro.sequence_N.cpu(), cp)[cp.rank],
     )
@@ -134,7 +138,7 @@ def _prompts_once(micro: MicroBatch, starts: list[int], multiple: int, at_least:
         pieces.append((extra, torch.arange(at, at + extra)))
     queries, keys = [size for size, _ in pieces], [len(piece) for _, piece in pieces]
     keys_K = None if queries == keys else torch.cat([piece for _, piece in pieces])
-    return LocalTokens(input_ids, position_ids, queries, keys, keys_K, place_T[micro.predict_N], None)
+    return LocalTokens(input_ids, position_ids, queries, keys, keys_K, place_T, place_T[micro.predict_N], None)
 
 
 def _prompt_lengths(micro: MicroBatch, starts: list[int]) -> list[int]:
