@@ -61,15 +61,16 @@ class Run:
     def text(self) -> str:
         return "".join(self.lines)
 
-    def wait_for(self, pattern: str, timeout: float = 180) -> bool:
-        """A line that matches; False where the run ended without one."""
-        with self._news:
-            self._news.wait_for(lambda: self._over or self._seen(pattern), timeout)
-            assert self._over or self._seen(pattern), f"no {pattern!r} within {timeout} s:\n{self.text}"
-            return self._seen(pattern)
+    def wait_for(self, pattern: str, timeout: float = 180, *, times: int = 1) -> bool:
+        """That many lines that match; False where the run ended without them."""
 
-    def _seen(self, pattern: str) -> bool:
-        return any(re.search(pattern, line) for line in self.lines)
+        def seen() -> bool:
+            return sum(re.search(pattern, line) is not None for line in self.lines) >= times
+
+        with self._news:
+            self._news.wait_for(lambda: self._over or seen(), timeout)
+            assert self._over or seen(), f"no {pattern!r} within {timeout} s:\n{self.text}"
+            return seen()
 
     def wait_until(self, condition: Callable[[], bool], timeout: float = 180) -> bool:
         """Something outside, looked at often; False where the run ended before."""

@@ -58,15 +58,15 @@ def test_a_run_that_is_killed_often_ends_as_an_unbroken_one(case, tiny, tmp_path
 
 def kill_once(run: Run, kind: str, draw: random.Random, directory: Path, seen: Counter) -> bool:
     """Waits for the moment, kills, and looks at what is left. False where the run was through before."""
-    victim = draw.choice([*range(run.ranks), "launcher", "all"])
+    victim, steps = draw.choice([*range(run.ranks), "launcher", "all"]), draw.randint(0, 3)
     if kind == "start":
         waited = run.wait_until(lambda: len(run.pids()) == run.ranks)
         time.sleep(draw.uniform(0, 6))
     elif kind == "time":
-        waited = run.wait_for("training from step")
-        time.sleep(draw.uniform(0, 0.8))
+        waited = run.wait_for("training from step") and run.wait_for("^step ", times=steps)
+        time.sleep(draw.uniform(0, 0.3))
     elif kind == "save":
-        waited = run.wait_for("training from step") and run.wait_until(lambda: any(being_written(directory)))
+        waited = run.wait_for("^step ", times=steps) and run.wait_until(lambda: any(being_written(directory)))
         time.sleep(draw.uniform(0, 0.03))
     else:
         waited = run.wait_until(lambda: (directory / "export.tmp").exists(), timeout=240)
