@@ -170,12 +170,17 @@ def make_plan(config: Config, ranks: int, device_bytes: int, device: str) -> Pla
     for name in ("weights", "gradients", "optimizer"):
         sizes[f"policy.{name}"] = max(trained_bytes(stage, layout, itemsize)[name] for stage in stages)
         sizes[f"critic.{name}"] = sizes[f"policy.{name}"] if "values" in algorithm.needs else 0
+    swapped, others = _teachers(config)
+    sizes["teacher.weights"] = itemsize * sum(
+        max(parameters_of_stage(read_config(path), layout, stage).total for stage in range(layout.pipeline))
+        for path in others
+    )
     if rollout:
         sizes |= _engine_bytes(config, hf, whole, engine_dtype(config).itemsize, max(lengths), data, device_bytes)
     micro = config.train.max_tokens_per_micro_batch
     activations = activation_bytes(hf, layout, micro, itemsize, config.train.recompute)
     table, needed = _table(config, sizes, activations)
-    lines += [*table, "", *_host(config, stages, layout, algorithm.needs)]
+    lines += [*table, "", *_host(stages, layout, swapped, algorithm.needs)]
     verdict = "" if needed <= device_bytes else ", too little: see train.max_tokens_per_micro_batch, parallel.*"
     lines.append(f"{device}: {_size(device_bytes)}{verdict}")
     return Plan(lines, needed, device_bytes)
@@ -235,10 +240,23 @@ def _table(config: Config, sizes: dict[str, int], activations: int) -> tuple[lis
     return lines, needed
 
 
-def _host(config: Config, stages: Sequence[Parameters], layout: Layout, needs: frozenset[str]) -> Iterator[str]:
+def _teachers(config: Config) -> tuple[int, list[str]]:
+    """(teachers kept as snapshots of the student's shape, directories of those that are models of their own)."""
+    from rlpost.teacher import build_teacher_config, shape_differences
+
+    if config.teacher is None:
+        return 0, []
+    teacher = build_teacher_config(config.teacher)
+    external = list(teacher.external().values())
+    others = [path for path in external if shape_differences(path, config.model.path)]
+    own_past = not external and teacher.url is None
+    return len(external) - len(others) + own_past, others
+
+
+def _host(stages: Sequence[Parameters], layout: Layout, teachers: int, needs: frozenset[str]) -> Iterator[str]:
     """Snapshots: fp32 shards in the host's memory."""
     shard = max(math.ceil(s.dense / layout.shard) + math.ceil(s.experts / layout.expert_shard) for s in stages) * 4
-    tags = (["teacher"] if config.teacher is not None else []) + (["reference"] * ("reference_logprobs" in needs))
+    tags = ["teacher"] * teachers + ["reference"] * ("reference_logprobs" in needs)
     if tags:
         copies = len(tags) + 1  # the student's, while another has the model
         yield f"host memory of a rank: {', '.join(tags)} and a copy of the student, {_size(copies * shard)}"

@@ -42,6 +42,20 @@ def test_the_arithmetic_of_a_step_and_the_phases_are_printed(tiny, capsys):
     assert "policy.optimizer" in printed and "teacher and a copy of the student" in printed
 
 
+def test_only_a_teacher_of_another_shape_is_on_the_device(tiny, capsys):
+    config = task.model_config()
+    config.num_hidden_layers, config.layer_types = 4, ["full_attention"] * 4
+    config.save_pretrained(tiny / "larger")
+    arguments = ["recipe=quickstart_sdpo", f"run.dir={tiny}", f"model.path={tiny / 'model'}", "teacher=external"]
+    for models, kept in ((f"{{early: {tiny / 'larger'}, late: {tiny / 'model'}}}", True), (None, False)):
+        chosen = ["teacher.model=null", f"teacher.models={models}"] if kept else [f"teacher.model={tiny / 'larger'}"]
+        main([*arguments, *chosen])
+        printed = capsys.readouterr().out
+        assert "teacher.weights" in printed and ("teacher and a copy of the student" in printed) == kept
+    main(arguments[:3])
+    assert "teacher.weights" not in capsys.readouterr().out
+
+
 def test_a_plan_over_the_device_exits_1(tiny, capsys):
     arguments = ["recipe=quickstart_sdpo", f"run.dir={tiny}", f"model.path={tiny / 'model'}"]
     assert main([*arguments, "--device-gib", "0.001"]) == 1
