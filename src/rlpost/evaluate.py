@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ import torch
 from rlpost.data.packing import pack, unpack
 from rlpost.data.templates import render
 from rlpost.rollout.engine import SamplingParams
-from rlpost.types import Message, MicroBatch, Prompt, Sample
+from rlpost.types import Message, MicroBatch, Prompt, Sample, groups
 
 if TYPE_CHECKING:
     from rlpost.assemble import Rooms
@@ -50,11 +49,9 @@ def evaluate(rooms: Rooms, step: int) -> dict[str, float]:
 
 def eval_metrics(samples: Sequence[Sample], n: int) -> dict[str, float]:
     """mean@n, its standard error over prompts, pass@n (a reward of 1 or more in n tries), truncation, length."""
-    rewards: dict[int, list[float]] = defaultdict(list)
-    for sample in samples:
-        assert sample.reward is not None, "judge before measuring"
-        rewards[sample.group_id].append(sample.reward)
-    means = torch.tensor([sum(r) / len(r) for r in rewards.values()], dtype=torch.float64)
+    assert all(sample.reward is not None for sample in samples), "judge before measuring"
+    rewards = [[sample.reward for sample in group] for group in groups(samples)]
+    means = torch.tensor([sum(r) / len(r) for r in rewards], dtype=torch.float64)
     metrics = {
         f"mean@{n}": means.mean().item(),
         "stderr": means.std().item() / math.sqrt(len(means)) if len(means) > 1 else 0.0,
@@ -62,7 +59,7 @@ def eval_metrics(samples: Sequence[Sample], n: int) -> dict[str, float]:
         "response_tokens/mean": sum(len(s.response_ids) for s in samples) / len(samples),
     }
     if n > 1:
-        metrics[f"pass@{n}"] = sum(max(r) >= 1.0 for r in rewards.values()) / len(rewards)
+        metrics[f"pass@{n}"] = sum(max(r) >= 1.0 for r in rewards) / len(rewards)
     return metrics
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
 from rlpost.config.schema import RolloutConfig
 from rlpost.rollout.engine import Completion, Engine, Request, SamplingParams
-from rlpost.types import Prompt, Sample
+from rlpost.types import Prompt, Sample, groups
 
 
 class Sampler:
@@ -110,13 +109,12 @@ def rollout_metrics(samples: Sequence[Sample], version: int = 0) -> dict[str, fl
     }
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     if len(rewards) == len(samples):
-        groups = defaultdict(list)
-        for sample, reward in zip(samples, rewards):
-            groups[sample.group_id].append(reward)
         metrics |= {
             "rollout/reward/mean": fmean(rewards),
             "rollout/reward/std": pstdev(rewards),
             "rollout/reward/max": max(rewards),
-            "rollout/equal_reward_groups": fmean(min(g) == max(g) for g in groups.values()),
+            "rollout/equal_reward_groups": fmean(
+                len({sample.reward for sample in group}) == 1 for group in groups(samples)
+            ),
         }
     return metrics
