@@ -135,7 +135,7 @@ def save_checkpoint(rooms: Rooms, step: int, *, background: bool = False) -> Pat
         "guards": rooms.guards.state_dict(),
         "optimizer": policy.optimizer_scalars(),
         "critic": rooms.critic.model.optimizer_scalars() if rooms.critic is not None else None,
-        "version": rooms.publisher.version,
+        "version": rooms.publisher.named,
     }
     return rooms.checkpoints.save(
         step,
@@ -154,8 +154,7 @@ def restore_checkpoint(rooms: Rooms, checkpoint: Checkpoint | None) -> int:
         return 0
     _restore_training(rooms, checkpoint)
     rooms.data.load_state(checkpoint.state["data"])
-    # The first publish after a resume brings the very weights that this version already named.
-    rooms.publisher.version = max(0, checkpoint.state["version"] - 1)
+    rooms.publisher.resume(checkpoint.state["version"])
     rooms.guards.load_state_dict(checkpoint.state["guards"])
     set_rng_state(checkpoint.rank_state)
     rooms.observer.say(f"resumed from {checkpoint.path}")

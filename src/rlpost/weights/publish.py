@@ -35,7 +35,8 @@ class Publisher:
     `first` publish, `always`, or never (`off`). retries: further attempts of a failed publish.
     Every rank builds a Publisher and calls `publish` at the same points.
 
-    Attributes: version, the last committed one; a resumed run may set it before its first publish.
+    Attributes: version, the last committed one; named, the version that the policy's weights last had, also before a
+    resumed run has published them.
     """
 
     def __init__(
@@ -54,10 +55,14 @@ class Publisher:
         self.policy = policy
         self.engines = list(engines) if isinstance(engines, Sequence) else [engines]
         self.bucket_bytes, self.verify, self.retries = bucket_bytes, verify, retries
-        self.version = 0
+        self.version = self.named = 0
         self._checked = self._verified = False
         # Agreement must not share a group with the policy's collectives, nor need a GPU.
         self._group = gloo_group() if dist.is_initialized() and dist.get_world_size() > 1 else None
+
+    def resume(self, version: int) -> None:
+        """Before the first publish of a resumed run, which brings the very weights that this version already named."""
+        self.version, self.named = max(0, version - 1), version
 
     def publish(self) -> dict[str, float]:
         """Pause all engines, send every tensor, and commit `version + 1` everywhere. Collective.
@@ -80,6 +85,7 @@ class Publisher:
                     raise
                 log.warning("%s; attempt %d of %d follows", error, attempt + 2, self.retries + 1)
         self.version += 1
+        self.named = self.version
         seconds = time.perf_counter() - start
         return {"publish/seconds": seconds, "publish/bytes": float(sent), "publish/version": float(self.version)}
 
