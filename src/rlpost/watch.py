@@ -252,10 +252,10 @@ def _stacks() -> int:
 
 def verdict(places: Mapping[int, tuple[bool, str]], silent: list[int]) -> tuple[int, str]:
     """(the first rank that hangs, who hangs where). places: rank -> (it waits for others, where it is)."""
-    busy = [rank for rank, (waits, _) in places.items() if not waits]
+    busy = sorted(rank for rank, (waits, _) in places.items() if not waits)
     parts = [f"rank {rank} does not respond" for rank in silent]
     parts += [f"rank {rank} is at {places[rank][1]}" for rank in busy]
-    waiting = [rank for rank, (waits, _) in places.items() if waits]
+    waiting = sorted(rank for rank, (waits, _) in places.items() if waits)
     if not parts:
         return waiting[0], "all ranks wait for each other: " + ", ".join(f"rank {r} at {places[r][1]}" for r in waiting)
     if waiting:

@@ -15,6 +15,7 @@ from rlpost.config.schema import PhaseConfig
 from rlpost.failures import PhaseError, report
 from rlpost.launcher import leave
 from rlpost.phases import Agreement, PhaseMachine
+from rlpost.signals import StopOnSignal
 
 LIMIT_S = 2.0
 
@@ -52,9 +53,11 @@ def main(fault: str, where: str, directory: Path) -> None:
         if where == "collective":
             dist.all_reduce(torch.ones(1))  # rank 1 never comes
 
-    machine = PhaseMachine([PhaseConfig("train")], {"train": train}, {}, Agreement(directory, LIMIT_S))
+    agreement = Agreement(directory, LIMIT_S)
+    machine = PhaseMachine([PhaseConfig("train")], {"train": train}, {}, agreement)
     try:
-        machine.run(0, 3, None)
+        with StopOnSignal(agreement):  # as the trainer: torchrun sends SIGTERM as soon as one rank is gone
+            machine.run(0, 3, None)
     except PhaseError as error:
         report(error, directory)
         leave(1)
