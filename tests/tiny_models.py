@@ -90,10 +90,12 @@ def make_policy(
     dtype: str = "fp32",
     recompute: str = "none",
     router_aux_loss: float = 0.0,
+    overlap: bool = False,
     **parallel: Any,
 ) -> MegatronPolicy:
     model = ModelConfig(path=str(path), dtype=dtype, router_aux_loss=router_aux_loss)
-    return MegatronPolicy(model, optim, ParallelConfig(**parallel), temperature=0.7, recompute=recompute)
+    cut = ParallelConfig(**parallel)
+    return MegatronPolicy(model, optim, cut, temperature=0.7, recompute=recompute, overlap=overlap)
 
 
 def random_sequences(seed: int, lengths: Sequence[tuple[int, int]]) -> list[dict[str, Tensor]]:

@@ -168,6 +168,7 @@ def assemble(
         total_steps=(config.trainer.steps - config.critic.alone_steps) * config.train.updates_per_rollout,
         seed=seed,
         recompute=config.train.recompute,
+        overlap=config.train.overlap,
     )
     critic = None
     if "values" in algorithm.needs:
@@ -178,6 +179,7 @@ def assemble(
             total_steps=config.trainer.steps * config.train.updates_per_rollout,
             seed=seed,
             recompute=config.train.recompute,
+            overlap=config.train.overlap,
         )
     engine = build_engine(config.engine, config.model.path, dtype=engine_dtype(config), seed=seed + agreement.rank)
     snapshots = SnapshotStore(policy.masters, policy.sync_from_masters)

@@ -9,10 +9,13 @@ import json
 import math
 import re
 import sys
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallelConfig as DDPConfig
 from tiny_critic import CriticOracle, critic_loss, make_critic
 from tiny_models import (
     OPTIM,
@@ -29,11 +32,13 @@ from tiny_models import (
 
 from rlpost.config.schema import OptimConfig
 from rlpost.parallel import init_distributed
+from rlpost.policy import build
 from rlpost.policy.megatron import MegatronPolicy
 from rlpost.types import LossOutput, MicroBatch
 
 DENSE, EXPERTS = ("llama-tied", "qwen2", "qwen3"), ("qwen3-moe",)
 DEEP = ("qwen3-deep",)
+OVERLAP = ("dp2", "ep2", "pp2-vpp2", "pp2-dp2", "tp2-sp-ep1")
 KINDS = DENSE + EXPERTS + DEEP
 # Very unequal shares of two or four ranks: a few tokens, many, and only one-token responses.
 SHARES = [[(3, 4), (1, 1)], [(5, 60), (12, 33), (2, 30)], [(9, 4), (6, 6), (4, 11)], [(3, 1), (8, 1)]]
@@ -201,6 +206,61 @@ def check_average(path: Path, layout: str) -> dict:
     }
 
 
+def check_overlap(path: Path, layout: str) -> dict:
+    """Five steps, with scoring and swapped weights between them and one of them skipped, in small buckets, beside those
+    of a policy that overlaps nothing: rounding apart (the gradient norm is summed by buckets)."""
+    aux = 0.05 if path.name in EXPERTS else 0.0
+    runs = []
+    for overlap in (False, True):
+        with patch.object(build, "DistributedDataParallelConfig", partial(DDPConfig, bucket_size=5_000)):
+            policy = make_policy(path, router_aux_loss=aux, overlap=overlap, **parallel(layout))
+        before = {name: shard.clone() for name, shard in policy.masters().items()}
+        metrics, scores = [], []
+
+        def score(policy=policy, scores=scores) -> None:
+            row = policy.score(
+                micros_of(policy, sequences_of(9)), lambda head, m: {"logp": head.logprobs(m.target_N).logprobs_N}
+            )
+            scores.append(sum(float(r["logp"].double().sum()) for r in row))
+
+        def poisoned(head, micro) -> LossOutput:
+            return LossOutput(policy_loss(head, micro).loss_N * math.nan)
+
+        for step in range(5):
+            shares = sequences_of(step)
+            masked = policy.mesh.dp.size - 1 if step == 2 and policy.mesh.dp.size > 1 else None
+            loss = poisoned if step == 3 else policy_loss
+            metrics.append(policy.train_step(micros_of(policy, shares, masked), loss))
+            if step in (1, 3):  # weights of another time, as a teacher has them, straight after the step
+                now = {name: shard.clone() for name, shard in policy.masters().items()}
+                for shards in (before, now):
+                    for name, shard in policy.masters().items():
+                        shard.copy_(shards[name])
+                    policy.sync_from_masters()
+                    score()
+            if step == 2:
+                score()
+                score()
+        weights = {name: tensor.clone() for name, tensor in policy.hf_tensors()}
+        buckets = len(policy._chunks[0].bucket_groups)
+        runs.append((metrics, scores, weights))
+    (plain, plain_scores, plain_weights), (got, scores, weights) = runs
+    apart = [
+        abs(one[name] / value - 1)
+        for row, one in zip(plain, got)
+        for name, value in row.items()
+        if value and math.isfinite(value)
+    ]
+    return {
+        "metrics": max(apart),
+        "skipped": [row["train/skipped"] for row in got],
+        "scores": max(abs(a / b - 1) for a, b in zip(scores, plain_scores)),
+        "swapped": scores[0] == scores[4] != scores[1],
+        "weights": largest_difference(weights.items(), plain_weights),
+        "buckets": buckets,
+    }
+
+
 def check_bf16(path: Path, layout: str) -> dict:
     policy, oracle = make_policy(path, dtype="bf16", **parallel(layout)), Oracle(path)
     shares = sequences_of(0)
@@ -223,6 +283,8 @@ def main() -> None:
             continue
         if has_critic(layout):
             results[f"critic/{layout}"] = check_critic(directory / "models" / "qwen3-1", layout)
+        if layout in OVERLAP:
+            results[f"overlap/{layout}"] = check_overlap(models[kinds[-1]], layout)
         results[f"skip/{layout}"] = check_skip(models[kinds[0]], layout)
         results[f"average/{layout}"] = check_average(models[kinds[-1]], layout)
         results[f"bf16/{layout}"] = check_bf16(models[kinds[-1]], layout)

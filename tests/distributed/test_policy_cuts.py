@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from launch import run_ranks
-from policy_cuts_worker import KINDS, flat, has_critic, kinds_of, policy_loss, sequences_of, steps_only
+from policy_cuts_worker import KINDS, OVERLAP, flat, has_critic, kinds_of, policy_loss, sequences_of, steps_only
 from tiny_critic import save_critic
 from tiny_models import OPTIM, largest_difference, make_policy, pack, save_model, token_mean
 
@@ -68,6 +68,15 @@ def test_steps_of_the_critic_equal_plain_pytorch(layout, results):
         assert got["values0"] <= 2e-5 and got["values1"] <= 5e-5  # the second is after a step
         assert got["metrics0"] <= 1e-5 and got["metrics1"] <= 1e-5
         assert got["weights"] <= 5e-6
+
+
+@pytest.mark.parametrize("layout", OVERLAP)
+def test_overlapped_collectives_change_nothing(layout, results):
+    for rank in results[layout]:
+        got = rank[f"overlap/{layout}"]
+        assert got["metrics"] <= 1e-5 and got["scores"] <= 1e-6 and got["weights"] <= 2e-6
+        assert got["skipped"] == [0.0, 0.0, 0.0, 1.0, 0.0] and got["swapped"]
+    assert results[layout][0][f"overlap/{layout}"]["buckets"] > 1  # Megatron cuts those of the first stage alone
 
 
 @pytest.mark.parametrize("layout", WHOLE_CASES)

@@ -21,6 +21,7 @@ LAUNCHES = {
     "tensor parallel 2 with sequence parallel": (2, ["parallel.tensor=2", "parallel.sequence=true"]),
     "pipeline parallel 2": (2, ["parallel.pipeline=2"]),
     "context parallel 2": (2, ["parallel.context=2"]),
+    "data parallel 2 with overlap": (2, ["train.overlap=true"]),
     "expert parallel 2": (2, ["parallel.expert=2"]),
 }
 

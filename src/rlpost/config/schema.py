@@ -90,6 +90,7 @@ class TrainConfig:
     updates_per_rollout: int = 1
     max_tokens_per_micro_batch: int = 4096  # per GPU
     recompute: str = "none"  # none | selective (attention and MLP) | full: activations computed again
+    overlap: bool = False  # reduce gradients while the backward runs, gather weights while the next forward does
     skip_nonfinite: bool = True
     max_skipped: int = 5  # that many skipped steps in a row stop the run
 

@@ -11,6 +11,7 @@ is multiplied by their number, too, which only a division by the step's tokens t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,10 +21,12 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
 from rlpost.parallel import sum_over_ranks
+from rlpost.policy.overlap import finish_gather
 
 if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+
     from rlpost.parallel import Mesh
-    from rlpost.policy.build import PackedGPT
     from rlpost.policy.tokens import LocalTokens
     from rlpost.types import MicroBatch
 
@@ -41,11 +44,11 @@ class RouterBalance:
         self._live = 0.0  # sequences of the step
         self._total: Tensor | float = 0.0
 
-    def watch(self, model: PackedGPT) -> None:
-        for layer in model.decoder.layers:
+    def watch(self, chunk: DistributedDataParallel) -> None:
+        for layer in chunk.module.decoder.layers:
             # The whole layer is called again where all of it is recomputed, in the backward of any micro-batch.
             layer.register_forward_pre_hook(self._enter, with_kwargs=True)
-            layer.mlp.register_forward_pre_hook(self._attach)
+            layer.mlp.register_forward_pre_hook(partial(self._attach, chunk))
 
     def begin(self, micros: Sequence[MicroBatch]) -> None:
         """Collective over the data-parallel ranks."""
@@ -76,11 +79,12 @@ class RouterBalance:
     def _enter(self, layer: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         self._packed = kwargs["packed_seq_params"]
 
-    def _attach(self, mlp: Any, args: tuple) -> tuple | None:
+    def _attach(self, chunk: DistributedDataParallel, mlp: Any, args: tuple) -> tuple | None:
         table_BT = self._packed.tokens.balance_BT
         if not torch.is_grad_enabled() or table_BT is None:  # scoring, or the first pass of what is recomputed
             return None
         hidden, *rest = args
+        finish_gather(chunk, mlp.router.weight)
         experts, chosen = mlp.config.num_moe_experts, mlp.config.moe_router_topk
         probs_TE = mlp.router.gating(hidden).flatten(0, -2).float().softmax(-1)
         with torch.no_grad():

@@ -325,18 +325,24 @@ def build_model(
     *,
     trainable: bool = True,
     value_head: bool = False,
+    overlap: bool = False,
 ) -> list[DistributedDataParallel]:
     """This rank's chunks of the model, each in Megatron's data-parallel wrapper, which has gradient buffers where they
     are trainable. Their weights are not read yet."""
     if model.dtype not in DTYPES:
         raise ValueError(f"model.dtype={model.dtype!r}: allowed are {', '.join(DTYPES)}")
-    if model.router_aux_loss and getattr(hf, "num_local_experts", None) is None:
+    if trainable and model.router_aux_loss and getattr(hf, "num_local_experts", None) is None:
         raise ValueError(f"model.router_aux_loss={model.router_aux_loss}: the model ({hf.model_type}) has no experts")
     config = transformer_config(hf, DTYPES[model.dtype], parallel, recompute)
     fused = uses_transformer_engine(model.impl)
     config.moe_grouped_gemm = fused and config.num_moe_experts is not None
     hf_map = make_map(hf)
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
+    )
     chunks = []
     for chunk in range(virtual_stages(parallel) or 1):
         module = PackedGPT(hf, config, chunk if virtual_stages(parallel) else None, fused=fused, value_head=value_head)

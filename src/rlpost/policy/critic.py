@@ -24,7 +24,7 @@ class Critic:
     Args:
         config: `path` (default: the policy's weights) and the optimizer.
         model: the policy's; dtype and layers are the same.
-        parallel, total_steps, seed, recompute: as of `MegatronPolicy`.
+        parallel, total_steps, seed, recompute, overlap: as of `MegatronPolicy`.
 
     Attributes:
         model: the weights and the optimizer's state, for checkpoints.
@@ -39,14 +39,16 @@ class Critic:
         total_steps: int | None = None,
         seed: int = 0,
         recompute: str = "none",
+        overlap: bool = False,
     ) -> None:
         self.model = MegatronPolicy(
-            replace(model, path=config.path or model.path),
+            replace(model, path=config.path or model.path, router_aux_loss=0.0),
             config,
             parallel,
             total_steps=total_steps,
             seed=seed,
             recompute=recompute,
+            overlap=overlap,
             value_head=True,
         )
 

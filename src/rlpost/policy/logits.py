@@ -46,6 +46,9 @@ class Head(Projection):
     `copy_to_tensor_model_parallel_region`). chunk_tokens: rows of full logits alive at once, 0 = chosen here.
     """
 
+    def parameters(self) -> list[Tensor]:
+        return [self.weight_VH]
+
     def logprobs(
         self, ids_N: Tensor, *, top_k: int = 0, extra_ids_NK: Tensor | None = None, entropy: bool = False
     ) -> HeadOutput:

@@ -27,6 +27,7 @@ from rlpost.policy.cpu import megatron_device
 from rlpost.policy.hf_io import SafetensorsReader, warm_page_cache
 from rlpost.policy.logits import Head
 from rlpost.policy.optimizer import GetTensor, MasterShards, learning_rate
+from rlpost.policy.overlap import finish_gathers, reduce_at_the_last_micro_batch, untouched
 from rlpost.policy.pool import MetricPool
 from rlpost.policy.protocol import StateKind
 from rlpost.policy.tokens import LocalTokens, local_tokens
@@ -51,6 +52,7 @@ class MegatronModel:
         temperature: float = 1.0,
         trainable: bool = False,
         recompute: str = "none",
+        overlap: bool = False,
         seed: int | None = None,
         value_head: bool = False,
     ) -> None:
@@ -67,12 +69,15 @@ class MegatronModel:
                 random_state = torch.get_rng_state()
                 model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
                 torch.set_rng_state(random_state)
-            chunks = build_model(self.hf_config, model, parallel, recompute, trainable=trainable, value_head=value_head)
+            kind = {"trainable": trainable, "value_head": value_head, "overlap": overlap}
+            chunks = build_model(self.hf_config, model, parallel, recompute, **kind)
             self._chunks = [chunk.to(self.device) for chunk in chunks]
+        if overlap:
+            reduce_at_the_last_micro_batch(self._chunks)
         self._balance = RouterBalance(model.router_aux_loss, self.mesh) if model.router_aux_loss and trainable else None
         if self._balance:
             for chunk in self._chunks:
-                self._balance.watch(chunk.module)
+                self._balance.watch(chunk)
 
     def _run(self, micros: Sequence[MicroBatch], reduce: Callable[..., Any], forward_only: bool) -> list[Any]:
         """Megatron's schedule over the micro-batches; `reduce(hidden, tokens, micro)` is the last stage's work on each.
@@ -183,6 +188,7 @@ class MegatronModel:
 
     def head_weight(self) -> Tensor | None:
         """The live output head [padded V / TP, H]; the embedding where they are tied. None but on the last stage."""
+        finish_gathers(self._chunks)
         return self._chunks[-1].module.head_weight()
 
     def weight_bytes(self) -> int:
@@ -201,6 +207,7 @@ class MegatronPolicy(MegatronModel):
         temperature: logits are divided by it before the softmax, in training and scoring.
         total_steps: calls of `train_step` in the run, for schedules that fall towards an end.
         recompute: activations that the backward computes again: none, selective (attention and MLP), full.
+        overlap: reduce gradients while the backward runs, and gather weights while the next forward does.
         seed: of Megatron's random states (nothing is drawn from them as long as there is no dropout), and of a new
             value head.
         value_head: a critic, which gives one number for each position (`policy/critic.py`) and has no vocabulary.
@@ -218,6 +225,7 @@ class MegatronPolicy(MegatronModel):
         total_steps: int | None = None,
         seed: int = 0,
         recompute: str = "none",
+        overlap: bool = False,
         value_head: bool = False,
     ) -> None:
         learning_rate(optim, optim.warmup_steps, total_steps)  # a wrong schedule fails here, not at the first step
@@ -227,6 +235,7 @@ class MegatronPolicy(MegatronModel):
             temperature=temperature,
             trainable=True,
             recompute=recompute,
+            overlap=overlap,
             seed=seed,
             value_head=value_head,
         )
@@ -256,7 +265,8 @@ class MegatronPolicy(MegatronModel):
 
         def reduce(hidden: Tensor, tokens: LocalTokens, micro: MicroBatch) -> tuple[Tensor, Tensor, None]:
             micro, head = tokens.losses_of(micro), self._head(hidden, tokens)
-            nothing = 0.0 * head.hidden_NH.sum()  # to learn here: yet every rank runs the same backward
+            # Where there is nothing to learn every rank runs the same backward yet.
+            nothing = 0.0 * head.hidden_NH.sum() + untouched(head.parameters())
             if len(micro.target_N) == 0:
                 return nothing, torch.zeros((), dtype=torch.int32), None
             output = loss(head, micro)

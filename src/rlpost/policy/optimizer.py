@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rlpost.parallel import all_gather_objects, device
 from rlpost.policy.hf_map import is_expert, shift_expert
+from rlpost.policy.overlap import finish_gathers
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -142,6 +143,7 @@ class MasterShards:
 
     def sync(self) -> None:
         """Masters → model parameters, on all ranks. Collective."""
+        finish_gathers(self._chunks)  # one under way would not see the masters, and forestall that which does
         with torch.no_grad():
             for optimizer in self._optimizer.chained_optimizers:
                 optimizer._copy_main_params_to_model_params()
@@ -183,6 +185,7 @@ class MasterShards:
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """The same of the model's parameters."""
+        finish_gathers(self._chunks)
         return self._whole(lambda name: self._parameters[name].parameter.detach().to(dtype), dtype)
 
     def _whole(self, local: Callable[[str], Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

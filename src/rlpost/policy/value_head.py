@@ -22,6 +22,9 @@ class ValueHead:
     hidden_NH: Tensor
     linear: nn.Linear  # [1, H] with bias, fp32
 
+    def parameters(self) -> list[Tensor]:
+        return list(self.linear.parameters())
+
     def values(self) -> Tensor:
         """[N] in fp32: of the states before each response token."""
         return self.linear(self.hidden_NH.to(self.linear.weight.dtype)).squeeze(1)
