@@ -60,6 +60,7 @@ CONFIGS = {
     ),
     "mixtral": lambda: MixtralConfig(**SHAPE, tie_word_embeddings=False, num_local_experts=4, sliding_window=None),
     "qwen3-deep": lambda: Qwen3Config(**{**SHAPE, "num_hidden_layers": 8}, head_dim=16, tie_word_embeddings=False),
+    "qwen3-odd": lambda: Qwen3Config(**{**SHAPE, "num_hidden_layers": 5}, head_dim=16, tie_word_embeddings=True),
     "qwen3-tied": lambda: Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True),
 }
 # A large eps keeps Adam's update smooth in the gradient: else rounding noise in a tiny gradient becomes a full step.

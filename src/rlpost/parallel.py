@@ -108,6 +108,23 @@ def virtual_stages(parallel: ParallelConfig) -> int | None:
     return parallel.virtual_pipeline if (parallel.virtual_pipeline or 1) > 1 else None
 
 
+def layers_of_stages(layers: int, stages: int) -> list[int]:
+    """How many decoder layers each pipeline stage has: the same or, where the stages do not divide them, as even as can
+    be with fewer at the two ends, which have the embedding and the head.
+
+    Raises ValueError where there are fewer layers than stages.
+    """
+    if layers < stages:
+        raise ValueError(f"parallel.pipeline={stages} is more than the {layers} layers")
+    if layers % stages == 0:
+        return [layers // stages] * stages
+    middle, between = -(-layers // stages), stages - 2
+    if layers - between * middle < 2:
+        middle -= 1
+    ends = layers - between * middle
+    return [-(-ends // 2), *[middle] * between, ends // 2]
+
+
 def expert_tensor(parallel: ParallelConfig) -> int:
     """Ranks that share one expert: where nothing else is said every expert is whole, as small ones should be."""
     return parallel.expert_tensor or 1

@@ -67,13 +67,14 @@ def layout_of(parallel: ParallelConfig, data: int) -> Layout:
 
 
 def parameters_of_stage(hf: PreTrainedConfig, layout: Layout, stage: int) -> Parameters:
-    """Of one rank of pipeline stage `stage`: layers evenly over the stages, the embedding on the first, the head on the
+    """Of one rank of pipeline stage `stage`: layers as Megatron deals them, the embedding on the first, the head on the
     last (a copy where it is tied)."""
+    from rlpost.parallel import layers_of_stages
     from rlpost.policy.build import head_dim
     from rlpost.policy.hf_map import padded_groups, padded_vocabulary
 
     H, D, tp = hf.hidden_size, head_dim(hf), layout.tensor
-    layers = hf.num_hidden_layers // layout.pipeline
+    layers = layers_of_stages(hf.num_hidden_layers, layout.pipeline)[stage]
     groups = padded_groups(hf.num_key_value_heads, tp)
     heads = groups * (hf.num_attention_heads // hf.num_key_value_heads)
     qkv = (heads + 2 * groups) * D
@@ -112,6 +113,7 @@ def activation_bytes(hf: PreTrainedConfig, layout: Layout, tokens: int, itemsize
     """About what the backward of `tokens` tokens finds stored on the stage that keeps most micro-batches: inputs and
     outputs of norms, the projections of attention, gate, up and their product; with recompute=full one layer of these
     and each layer's input."""
+    from rlpost.parallel import layers_of_stages
     from rlpost.policy.build import head_dim
 
     H, D = hf.hidden_size, head_dim(hf)
@@ -121,7 +123,7 @@ def activation_bytes(hf: PreTrainedConfig, layout: Layout, tokens: int, itemsize
     if hf.model_type in ("qwen3", "qwen3_moe"):
         attention += query + key
     layer = 4 * H + (attention + 3 * width) // layout.tensor
-    layers = hf.num_hidden_layers // layout.pipeline
+    layers = layers_of_stages(hf.num_hidden_layers, layout.pipeline)[0]
     kept = {
         "none": layers * layer,
         "selective": layers * (layer - 3 * width // layout.tensor),

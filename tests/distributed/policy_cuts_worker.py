@@ -37,9 +37,9 @@ from rlpost.policy.megatron import MegatronPolicy
 from rlpost.types import LossOutput, MicroBatch
 
 DENSE, EXPERTS = ("llama-tied", "qwen2", "qwen3"), ("qwen3-moe",)
-DEEP = ("qwen3-deep",)
+DEEP, ODD = ("qwen3-deep",), ("qwen3-odd",)
 OVERLAP = ("dp2", "ep2", "pp2-vpp2", "pp2-dp2", "tp2-sp-ep1")
-KINDS = DENSE + EXPERTS + DEEP
+KINDS = DENSE + EXPERTS + DEEP + ODD
 # Very unequal shares of two or four ranks: a few tokens, many, and only one-token responses.
 SHARES = [[(3, 4), (1, 1)], [(5, 60), (12, 33), (2, 30)], [(9, 4), (6, 6), (4, 11)], [(3, 1), (8, 1)]]
 
@@ -64,7 +64,10 @@ def steps_only(layout: str) -> bool:
 
 
 def kinds_of(layout: str) -> tuple[str, ...]:
-    """Layouts with `ep` cut a model that has experts, those with eight chunks one of eight layers."""
+    """Layouts with `ep` cut a model that has experts, those with eight chunks one of eight layers, those with `odd` one
+    of five."""
+    if "odd" in layout.split("-"):
+        return ODD
     if layout == "pp4-vpp2":
         return DEEP
     return EXPERTS if "ep" in re.findall("[a-z]+", layout) else DENSE

@@ -18,11 +18,11 @@ LAYOUTS = {
     2: [
         *("dp2", "tp2", "tp2-sp", "pp2", "pp2-vpp2", "cp2", "ep2", "tp2-sp-ep2", "cp2-ep2"),
         *("ep1-dp2", "tp2-sp-ep1", "pp2-ep1", "pp2-vpp2-ep1", "cp2-ep1"),
-        *("tp2-sp-full", "pp2-selective", "tp2-sp-ep2-selective", "pp2-ep1-full"),
+        *("pp2-odd", "tp2-sp-full", "pp2-selective", "tp2-sp-ep2-selective", "pp2-ep1-full"),
     ],
     4: [
         *("tp2-sp-dp2", "pp4", "pp4-vpp2", "pp2-dp2", "tp2-sp-pp2", "cp4", "tp2-sp-cp2"),
-        *("pp2-ep2", "tp2-sp-cp2-ep2", "tp2-sp-pp2-ep2", "pp4-ep1"),
+        *("pp2-ep2", "tp2-sp-cp2-ep2", "tp2-sp-pp2-ep2", "pp4-ep1", "pp4-odd"),
     ],
 }
 CASES = [layout for layouts in LAYOUTS.values() for layout in layouts]

@@ -16,7 +16,7 @@ BLEND = ["algorithm=blend", "algorithm.sdpo.top_k=8"]
 REFUSED = {
     "a teacher that the layout cannot cut": (
         "sdpo",
-        ["teacher=external", "teacher.model={tmp}/teacher", "parallel.pipeline=2"],
+        ["teacher=external", "teacher.model={tmp}/teacher", "parallel.pipeline=2", "parallel.virtual_pipeline=2"],
         "does not divide the teacher {tmp}/teacher's 3 layers",
     ),
     "a teacher with another vocabulary": (

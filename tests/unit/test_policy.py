@@ -20,7 +20,7 @@ from tiny_models import (
 from transformers import GPT2Config
 
 from rlpost.config.schema import OptimConfig, ParallelConfig
-from rlpost.parallel import Axis, check_layout
+from rlpost.parallel import Axis, check_layout, layers_of_stages
 from rlpost.policy.cpu import megatron_device
 from rlpost.policy.hf_io import SafetensorsReader
 from rlpost.policy.layers import NORM_ROWS, RMSNorm, SwiGLU
@@ -305,6 +305,19 @@ def test_layouts_that_do_not_fit_do_the_arithmetic():
         check_layout(ParallelConfig(sequence=True), 2)
     with pytest.raises(ValueError, match=r"parallel\.tensor=0"):
         check_layout(ParallelConfig(tensor=0), 2)
+
+
+def test_layers_of_stages_are_as_even_as_can_be_with_fewer_at_the_ends():
+    dealt = {(4, 2): [2, 2], (5, 2): [3, 2], (30, 4): [7, 8, 8, 7], (9, 4): [2, 3, 3, 1], (5, 4): [2, 1, 1, 1]}
+    for (layers, stages), expected in dealt.items():
+        assert layers_of_stages(layers, stages) == expected
+    for stages in range(1, 9):
+        for layers in range(stages, 40):
+            counts = layers_of_stages(layers, stages)
+            assert len(counts) == stages and sum(counts) == layers and min(counts) >= 1
+            assert len(set(counts[1:-1])) <= 1  # what Megatron can build
+    with pytest.raises(ValueError, match="parallel.pipeline=4 is more than the 3 layers"):
+        layers_of_stages(3, 4)
 
 
 def test_models_that_are_not_supported_are_refused_by_name(models, tmp_path):

@@ -248,12 +248,14 @@ def _parallel_mistakes(config: Config, world: int) -> Iterator[str]:
 
 def _cut_mistakes(p: ParallelConfig, who: str, model: Mapping[str, Any]) -> Iterator[str]:
     """How the layout and the shape of a model do not fit. model: its config.json, empty where it is not here yet."""
-    chunks = p.pipeline * (p.virtual_pipeline or 1)
+    virtual = p.virtual_pipeline or 1
     layers = model.get("num_hidden_layers")
-    if layers and chunks > 0 and layers % chunks:
+    if layers and layers < p.pipeline:
+        yield f"parallel.pipeline={p.pipeline} is more than {who}'s {layers} layers"
+    elif layers and virtual > 1 and p.pipeline > 0 and layers % (p.pipeline * virtual):
         yield (
-            f"parallel.pipeline={p.pipeline} × parallel.virtual_pipeline={p.virtual_pipeline or 1} = {chunks} does not "
-            f"divide {who}'s {layers} layers"
+            f"parallel.pipeline={p.pipeline} × parallel.virtual_pipeline={virtual} = {p.pipeline * virtual} does not "
+            f"divide {who}'s {layers} layers, as virtual stages need"
         )
     experts = _experts(model)
     if p.expert > 1 and not experts:

@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from rlpost.parallel import expert_tensor, virtual_stages
+from rlpost.parallel import expert_tensor, layers_of_stages, virtual_stages
 from rlpost.policy.attention import PackedAttention, PackedSequences
 from rlpost.policy.hf_map import MIXTRAL_NAMES, HFMap, is_expert, padded_groups, padded_vocabulary
 from rlpost.policy.layers import RMSNorm, SwiGLU
@@ -96,11 +96,11 @@ def _check_cuts(hf: PreTrainedConfig, parallel: ParallelConfig) -> None:
         raise ValueError(f"parallel.expert_tensor={parallel.expert_tensor} needs CUDA: gloo gathers only equal parts")
     if experts is not None and parallel.tensor > 1 and not parallel.sequence:
         raise ValueError(f"experts with parallel.tensor={parallel.tensor} need parallel.sequence=true")
-    chunks = parallel.pipeline * (virtual_stages(parallel) or 1)
-    if hf.num_hidden_layers % chunks:
+    virtual = virtual_stages(parallel)
+    if virtual and hf.num_hidden_layers % (parallel.pipeline * virtual):
         raise ValueError(
-            f"parallel.pipeline={parallel.pipeline} × parallel.virtual_pipeline={virtual_stages(parallel) or 1} = "
-            f"{chunks} does not divide the model's num_hidden_layers={hf.num_hidden_layers}"
+            f"parallel.pipeline={parallel.pipeline} × parallel.virtual_pipeline={virtual} = "
+            f"{parallel.pipeline * virtual} does not divide the model's num_hidden_layers={hf.num_hidden_layers}"
         )
 
 
@@ -135,6 +135,7 @@ def transformer_config(
         pipeline_model_parallel_size=parallel.pipeline,
         context_parallel_size=parallel.context,
         virtual_pipeline_model_parallel_size=virtual_stages(parallel),
+        **_uneven_stages(hf.num_hidden_layers, parallel.pipeline),
         # Stages tell each other the length of every micro-batch, but not with virtual stages: Megatron's exchange of
         # lengths then mixes up two messages of one peer, or waits for ever where there are few micro-batches.
         variable_seq_lengths=parallel.pipeline > 1 and virtual_stages(parallel) is None,
@@ -158,6 +159,13 @@ def transformer_config(
         calculate_per_token_loss=True,
         finalize_model_grads_func=_finalize,
     )
+
+
+def _uneven_stages(layers: int, stages: int) -> dict[str, int]:
+    counts = layers_of_stages(layers, stages)
+    if len(set(counts)) == 1:
+        return {}
+    return {"num_layers_in_first_pipeline_stage": counts[0], "num_layers_in_last_pipeline_stage": counts[-1]}
 
 
 def _expert_options(hf: PreTrainedConfig, parallel: ParallelConfig) -> dict[str, Any]:
