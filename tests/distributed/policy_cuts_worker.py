@@ -70,7 +70,9 @@ def kinds_of(layout: str) -> tuple[str, ...]:
         return ODD
     if layout == "pp4-vpp2":
         return DEEP
-    return EXPERTS if "ep" in re.findall("[a-z]+", layout) else DENSE
+    if "ep" in re.findall("[a-z]+", layout):
+        return EXPERTS
+    return DENSE[-1:] if steps_only(layout) else DENSE
 
 
 def sequences_of(seed: int) -> list[list[dict]]:

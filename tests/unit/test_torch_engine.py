@@ -5,11 +5,13 @@ import threading
 import pytest
 import torch
 from engine_models import VOCABULARY, hf_tensors, load_weights, save_engine_model
+from safetensors.torch import load_file
 from transformers import GenerationConfig
 
 from rlpost.config.schema import EngineConfig
-from rlpost.rollout.engine import EngineNotReady, Request, SamplingParams
+from rlpost.rollout.engine import EngineNotReady, Request, SamplingParams, TensorSpec
 from rlpost.rollout.engines import build_engine
+from rlpost.rollout.engines.expected import expected_tensors
 from rlpost.rollout.engines.torch import TorchEngine
 from rlpost.weights.buckets import iter_buckets, tensor_digest
 
@@ -56,6 +58,19 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(tmp_path, family, 
             atol=5e-6, rtol=0,
         )  # fmt: skip
         assert completion.finish_reason == "length" and completion.version == 1
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_expected_tensors_are_those_that_transformers_writes(tmp_path, family, tied):
+    save_engine_model(tmp_path, family=family, tied=tied)
+    written = {
+        name: TensorSpec(tuple(t.shape), t.dtype) for name, t in load_file(tmp_path / "model.safetensors").items()
+    }
+    assert expected_tensors(str(tmp_path), torch.float32) == written
+    engine = TorchEngine(str(tmp_path), dtype=torch.float32)
+    engine.start()
+    assert engine.expected_tensors() == written
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
