@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+from transformers import LlamaConfig, Qwen3MoeConfig
 
 from rlpost.rollout.engine import Bucket, SamplingParams, TensorSpec
 from rlpost.rollout.engines.expected import bucket_faults, expected_tensors
@@ -105,10 +105,7 @@ def test_experts_are_expected_under_their_names_in_the_checkpoint(tmp_path):
     config = Qwen3MoeConfig(
         **SIZES, head_dim=8, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8, tie_word_embeddings=False
     )
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="needs its safetensors"):
-        expected_tensors(str(tmp_path), torch.float32)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    config.save_pretrained(tmp_path)  # that is enough: no weights are read
     expected = expected_tensors(str(tmp_path), torch.float32)
     assert expected["model.layers.0.mlp.experts.1.gate_proj.weight"].shape == (8, 16)
     assert "lm_head.weight" in expected
