@@ -165,8 +165,8 @@ def check_skip(path: Path, layout: str) -> dict:
     }
 
 
-def check_reshard(path: Path, layout: str, directory: Path) -> dict:
-    """Two steps, save, and a third: in the same layout, and in every other layout that these ranks can form."""
+def check_reshard(path: Path, layout: str, others: tuple[str, ...], directory: Path) -> dict:
+    """Two steps, save, and a third: in the same layout, and in others that these ranks can form."""
     optim = OptimConfig(lr=1e-2, eps=OPTIM.eps, warmup_steps=3)
     policy = make_policy(path, optim, **parallel(layout))
     for step in range(2):
@@ -177,9 +177,11 @@ def check_reshard(path: Path, layout: str, directory: Path) -> dict:
     third = policy.train_step(micros_of(policy, sequences_of(2)), policy_loss)
     after = {name: t.clone() for name, t in policy.hf_tensors()}
     if dist.get_rank() == 0:
-        torch.save({"state": state, "scalars": scalars, "metrics": third, "after": after}, directory / "state.pt")
+        torch.save(
+            {"state": state, "scalars": scalars, "metrics": third, "after": after}, directory / f"state-{layout}.pt"
+        )
     result = {}
-    for other in (layout, "tp2", "tp2-sp", "pp2", "cp2"):
+    for other in (layout, *others):
         resumed = make_policy(path, optim, **parallel(other))
         for kind in kinds:
             resumed.load_optimizer_tensors(kind, state[kind].__getitem__)
@@ -294,7 +296,10 @@ def main() -> None:
         results[f"average/{layout}"] = check_average(models[kinds[-1]], layout)
         results[f"bf16/{layout}"] = check_bf16(models[kinds[-1]], layout)
     if "dp2" in layouts:
-        results["reshard"] = check_reshard(models["qwen2"], "dp2", directory)
+        results["reshard/dp2"] = check_reshard(models["qwen2"], "dp2", ("tp2", "tp2-sp", "pp2", "cp2"), directory)
+    if "ep2" in layouts:
+        others = ("ep1-dp2", "tp2-sp-ep1", "tp2-sp-ep2", "pp2-ep1")
+        results["reshard/ep2"] = check_reshard(models["qwen3-moe"], "ep2", others, directory)
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, results)
     if dist.get_rank() == 0:

@@ -97,19 +97,23 @@ def test_bf16_runs(layout, results):
         assert rank[f"bf16/{layout}"]["loss"] < 0.02
 
 
-@pytest.mark.parametrize("target", ["same-dp2", "tp2", "tp2-sp", "pp2", "cp2"])
-def test_optimizer_state_of_two_data_parallel_ranks_goes_on_in_other_layouts(target, results):
-    for rank in results["dp2"]:
-        got = rank["reshard"][target]
+RESHARDED = [("dp2", other) for other in ("same-dp2", "tp2", "tp2-sp", "pp2", "cp2")]
+RESHARDED += [("ep2", other) for other in ("same-ep2", "ep1-dp2", "tp2-sp-ep1", "tp2-sp-ep2", "pp2-ep1")]
+
+
+@pytest.mark.parametrize("source, target", RESHARDED)
+def test_optimizer_state_goes_on_in_other_layouts(source, target, results):
+    for rank in results[source]:
+        got = rank[f"reshard/{source}"][target]
         assert got["exact"] == 0
-        if target == "same-dp2":
+        if target.startswith("same-"):
             assert got["metrics"] == got["weights"] == 0
         assert got["metrics"] <= 1e-5
         assert got["weights"] <= 2e-6
 
 
 def test_optimizer_state_of_two_data_parallel_ranks_goes_on_in_one_process(results, directory):
-    saved = torch.load(directory / "state.pt", weights_only=True)
+    saved = torch.load(directory / "state-dp2.pt", weights_only=True)
     policy = make_policy(directory / "models" / "qwen2", OptimConfig(lr=1e-2, eps=OPTIM.eps, warmup_steps=3))
     for kind, tensors in saved["state"].items():
         policy.load_optimizer_tensors(kind, tensors.__getitem__)
