@@ -285,7 +285,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--top-k", type=int, default=20)
     parser.add_argument(
-        "--micro-batch-tokens", type=int, default=2048, help="train.max_tokens_per_micro_batch of rlpost"
+        "--micro-batch-tokens", type=int, default=4096, help="train.max_tokens_per_micro_batch of rlpost"
     )
     parser.add_argument("--data", default=str(DEFAULT_DATA), help="SciKnowEval rows (JSON lines)")
     parser.add_argument(

@@ -40,7 +40,7 @@ class Spec:
     lr: float = 1e-5
     ema: float = 0.01
     threads: int = 2
-    micro_batch_tokens: int = 2048  # of rlpost: four or five sequences with their prompts
+    micro_batch_tokens: int = 4096  # of rlpost: its default
     peer_micro_batch: int = 16  # sequences in one forward of the peer
     peer_checkpointing: bool = False
 

@@ -385,6 +385,9 @@ def build_optimizer(chunks: list[DistributedDataParallel], optim: OptimConfig) -
     )
     with torch.no_grad():  # else the shards of fp32 parameters are no leaves, and torch warns at each look at .grad
         optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+    for part in optimizer.chained_optimizers:
+        if not any(part.model_float16_groups):  # fp32 parameters are their own masters: a copy of each onto itself
+            part._copy_main_params_to_model_params = lambda: None
     for group in optimizer.param_groups:
         # Megatron's own scheduler would apply these multipliers (no decay of norms and biases).
         group["weight_decay"] = optim.weight_decay * group["wd_mult"]
