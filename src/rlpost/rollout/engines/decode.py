@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from inspect import signature
 
 import torch
 import torch.nn.functional as F
@@ -106,6 +107,9 @@ class Decoder:
         self.max_batch = min(max_batch, total)
         longest = max(len(p) + b for p, b in zip(self.prompts, budgets))
         self.cache = KVCache(model.config, self.max_batch, longest, self.head.weight.dtype, device)
+        # Transformers changes this argument's name, and warns of the former one.
+        argument = "cache" if "cache" in signature(self.backbone.forward).parameters else "past_key_values"
+        self.cached = {argument: self.cache}
         self.table = SamplingTable.of(params, self.head.weight.shape[0], device)
 
         # State by request; a row in use points to its request. A finished row that was not yet dropped goes on writing
@@ -177,7 +181,7 @@ class Decoder:
         ids_PS = pad_right(prompts, self.device)
         self.cache.at_prefill(len(self.row_request), prompt_of_row, ids_PS.shape[1])
         position_1S = torch.arange(ids_PS.shape[1], device=self.device)[None]
-        hidden_PSH = self.backbone(ids_PS, position_ids=position_1S, past_key_values=self.cache).last_hidden_state
+        hidden_PSH = self.backbone(ids_PS, position_ids=position_1S, **self.cached).last_hidden_state
         last_P = torch.tensor([len(p) - 1 for p in prompts], device=self.device)
         logits_PV = self.head(hidden_PSH[torch.arange(len(prompts), device=self.device), last_P])
         self._record(logits_PV[prompt_of_row], torch.tensor(requests, device=self.device))
@@ -195,8 +199,8 @@ class Decoder:
         hidden_B1H = self.backbone(
             self.ids_RT[request_B, count_B - 1][:, None],
             position_ids=position_B[:, None],
-            past_key_values=self.cache,
             visible_B11S=mask[:, None, None],
+            **self.cached,
         ).last_hidden_state
         self._record(self.head(hidden_B1H[:, 0]), request_B)
         self.longest = min(self.longest + 1, self.cache.length)
