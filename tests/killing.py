@@ -79,7 +79,7 @@ class Run:
             if self.process.poll() is not None:
                 return False
             assert time.monotonic() < until, f"not within {timeout} s:\n{self.text}"
-            time.sleep(0.001)
+            time.sleep(0.0003)
         return True
 
     def pids(self) -> list[int]:

@@ -29,7 +29,7 @@ def test_a_run_that_is_killed_often_ends_as_an_unbroken_one(case, tiny, tmp_path
         pytest.skip("only with RLPOST_KILLS=8 and more: make test-faults")
     more = [
         f"data.eval.held_out={{path: {tiny / 'data' / 'eval.jsonl'}, limit: 4, samples: 1}}",
-        f"trainer.steps={3 * kills}",
+        f"trainer.steps={12 * kills}",  # each kill leaves some for the next, also on a fast machine
         "trainer.eval_every=3",
         "trainer.save_every=1",
         f"trainer.async_save={background}",
@@ -42,7 +42,8 @@ def test_a_run_that_is_killed_often_ends_as_an_unbroken_one(case, tiny, tmp_path
     for number in range(kills):
         # The last kill comes while the export is written.
         kind = "export" if number == kills - 1 else draw.choices(["time", "save", "start"], [5, 4, 1])[0]
-        seen[kind] += kill_once(Run(broken, ranks), kind, draw, directory, seen)
+        kill_once(Run(broken, ranks), kind, draw, directory, seen)
+        seen[kind] += 1
     last = Run(broken, ranks)
     assert last.end(120 + kills)[0] == 0, last.text
     print(f"\n{case}: {dict(seen)}")
@@ -56,9 +57,13 @@ def test_a_run_that_is_killed_often_ends_as_an_unbroken_one(case, tiny, tmp_path
     assert not list(directory.rglob("*.tmp")) and not list(directory.rglob("*.old"))
 
 
-def kill_once(run: Run, kind: str, draw: random.Random, directory: Path, seen: Counter) -> bool:
-    """Waits for the moment, kills, and looks at what is left. False where the run was through before."""
+def kill_once(run: Run, kind: str, draw: random.Random, directory: Path, seen: Counter) -> None:
+    """Waits for the moment, kills, and looks at what is left."""
     victim, steps = draw.choice([*range(run.ranks), "launcher", "all"]), draw.randint(0, 3)
+
+    def writing_or_missed() -> bool:  # a fast machine writes a checkpoint between two looks
+        return any(being_written(directory)) or sum(line.startswith("step ") for line in run.lines) > steps + 3
+
     if kind == "start":
         waited = run.wait_until(lambda: len(run.pids()) == run.ranks)
         time.sleep(draw.uniform(0, 6))
@@ -66,13 +71,11 @@ def kill_once(run: Run, kind: str, draw: random.Random, directory: Path, seen: C
         waited = run.wait_for("training from step") and run.wait_for("^step ", times=steps)
         time.sleep(draw.uniform(0, 0.3))
     elif kind == "save":
-        waited = run.wait_for("^step ", times=steps) and run.wait_until(lambda: any(being_written(directory)))
-        time.sleep(draw.uniform(0, 0.03))
+        waited = run.wait_for("^step ", times=steps) and run.wait_until(writing_or_missed)
+        time.sleep(draw.uniform(0, 0.01))
     else:
         waited = run.wait_until(lambda: (directory / "export.tmp").exists(), timeout=240)
-    if not waited or len(run.pids()) < run.ranks:
-        assert run.end()[0] == 0, run.text
-        return False
+    assert waited and len(run.pids()) == run.ranks, f"{kind}: the run was through before\n{run.text}"
     if victim == "all":
         run.kill_all()
     elif victim == "launcher":
@@ -92,7 +95,6 @@ def kill_once(run: Run, kind: str, draw: random.Random, directory: Path, seen: C
         if (directory / name).exists():
             rows = read_metrics(directory / name) if name.endswith("l") else json.loads((directory / name).read_text())
             assert isinstance(rows, list)
-    return True
 
 
 def being_written(directory: Path):
