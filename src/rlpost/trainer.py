@@ -151,6 +151,11 @@ class Trainer:
                 self.rooms.observer.finish(plots=self.config.trainer.plots)
         return self
 
+    @property
+    def stopped(self) -> bool:
+        """A signal or a guard ended `fit` before its last step."""
+        return self._stopping
+
     def step(self) -> dict[str, float]:
         """One step: the configured phases in their order. Returns its metrics."""
         if "rollout" in self.rooms.algorithm.needs:

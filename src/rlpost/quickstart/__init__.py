@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlpost.failures import PhaseError, report
 from rlpost.observe.metrics import read_metrics
 from rlpost.quickstart import task
 
@@ -29,15 +30,24 @@ def main(arguments: Sequence[str] = ()) -> int:
         print(f"{folder} holds an earlier quickstart: remove it, or choose another --seed or --dir", file=sys.stderr)
         return 2
     task.write(folder, given.seed)
-    seconds = {name: run(name, folder, given.seed) for name in RUNS}
+    seconds: dict[str, float] = {}
+    for name in RUNS:
+        try:
+            took = run(name, folder, given.seed)
+        except PhaseError as error:
+            report(error, folder / name)
+            return 1
+        if took is None:
+            return 130
+        seconds[name] = took
     picture = plot(folder)
     print(table(folder, seconds))
     print(f"\npicture: {picture}\nmodel:   {folder / 'sdpo' / 'export'}\nsamples: {folder / 'sdpo' / 'rollouts'}")
     return 0
 
 
-def run(name: str, folder: Path, seed: int) -> float:
-    """One recipe to its end; the seconds it took."""
+def run(name: str, folder: Path, seed: int) -> float | None:
+    """One recipe to its end; the seconds it took, None where somebody stopped it."""
     from rlpost.trainer import Trainer
 
     start = time.perf_counter()
@@ -45,7 +55,7 @@ def run(name: str, folder: Path, seed: int) -> float:
     trainer = Trainer.from_recipe(f"quickstart_{name}", [f"run.dir={folder}", f"run.seed={seed}"])
     trainer.fit()
     trainer.close()
-    return time.perf_counter() - start
+    return None if trainer.stopped else time.perf_counter() - start
 
 
 def scores(folder: Path, name: str) -> list[tuple[int, float]]:
