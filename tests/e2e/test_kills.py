@@ -9,6 +9,7 @@ import os
 import random
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -60,9 +61,13 @@ def test_a_run_that_is_killed_often_ends_as_an_unbroken_one(case, tiny, tmp_path
 def kill_once(run: Run, kind: str, draw: random.Random, directory: Path, seen: Counter) -> None:
     """Waits for the moment, kills, and looks at what is left."""
     victim, steps = draw.choice([*range(run.ranks), "launcher", "all"]), draw.randint(0, 3)
+    left = being_written(directory)  # by the run that was killed before
+
+    def writing() -> bool:
+        return bool(being_written(directory) - left)
 
     def writing_or_missed() -> bool:  # a fast machine writes a checkpoint between two looks
-        return any(being_written(directory)) or sum(line.startswith("step ") for line in run.lines) > steps + 3
+        return writing() or sum(line.startswith("step ") for line in run.lines) > steps + 3
 
     if kind == "start":
         waited = run.wait_until(lambda: len(run.pids()) == run.ranks)
@@ -71,7 +76,8 @@ def kill_once(run: Run, kind: str, draw: random.Random, directory: Path, seen: C
         waited = run.wait_for("training from step") and run.wait_for("^step ", times=steps)
         time.sleep(draw.uniform(0, 0.3))
     elif kind == "save":
-        waited = run.wait_for("^step ", times=steps) and run.wait_until(writing_or_missed)
+        waited = run.wait_for("training from step") and run.wait_for("^step ", times=steps)
+        waited = waited and run.wait_until(writing_or_missed)
         time.sleep(draw.uniform(0, 0.01))
     else:
         waited = run.wait_until(lambda: (directory / "export.tmp").exists(), timeout=240)
@@ -82,7 +88,7 @@ def kill_once(run: Run, kind: str, draw: random.Random, directory: Path, seen: C
         run.process.kill()
     else:
         run.kill(victim)
-    seen["while a checkpoint was written"] += any(being_written(directory))
+    seen["while a checkpoint was written"] += writing()
     code, seconds = run.end(timeout=30)
     assert code != 0, f"{kind} {victim}: the run was through"
     assert seconds < 15, f"{kind} {victim}: {seconds:.1f} s:\n{run.text}"
@@ -97,8 +103,13 @@ def kill_once(run: Run, kind: str, draw: random.Random, directory: Path, seen: C
             assert isinstance(rows, list)
 
 
-def being_written(directory: Path):
-    return (directory / "checkpoints").glob("step_*.tmp")
+def being_written(directory: Path) -> set[tuple[str, int]]:
+    """Names and inodes of checkpoints that are not complete."""
+    found = set()
+    for path in (directory / "checkpoints").glob("step_*.tmp"):
+        with suppress(FileNotFoundError):  # complete by now
+            found.add((path.name, path.stat().st_ino))
+    return found
 
 
 def learned(directory: Path) -> list[dict]:
