@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_models import CONFIGS, OPTIM, token_mean
+from tiny_models import CONFIGS, OPTIM, adamw, token_mean
 from torch import Tensor
 from transformers import AutoModelForTokenClassification
 
@@ -56,15 +56,7 @@ class CriticOracle:
             path, dtype=torch.float32, attn_implementation="eager"
         ).eval()
         self.optim = optim
-        decay = [p for p in self.model.parameters() if p.ndim > 1]
-        rest = [p for p in self.model.parameters() if p.ndim == 1]
-        self.adam = torch.optim.AdamW(
-            [{"params": decay}, {"params": rest, "weight_decay": 0.0}],
-            lr=optim.lr,
-            betas=optim.betas,
-            eps=optim.eps,
-            weight_decay=optim.weight_decay,
-        )
+        self.adam = adamw(self.model, optim)
 
     def values(self, sequence: dict[str, Tensor]) -> Tensor:
         """Of the states before each response token."""

@@ -154,21 +154,26 @@ def policy_loss(head: Any, micro: MicroBatch) -> LossOutput:
     return LossOutput(token_loss(logprobs_N, micro.fields["advantages"]), {"logp": logp, "logp/max": logp})
 
 
+def adamw(model: torch.nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
+    """torch's own; norms and biases do not decay."""
+    decay = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim == 1]
+    return torch.optim.AdamW(
+        [{"params": decay}, {"params": rest, "weight_decay": 0.0}],
+        lr=optim.lr,
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+    )
+
+
 class Oracle:
     """The same steps with Transformers, autograd over each sequence alone, and torch's AdamW."""
 
     def __init__(self, path: Path, optim: OptimConfig = OPTIM, router_aux_loss: float = 0.0) -> None:
         self.model = load_model(path)
         self.optim, self.router_aux_loss = optim, router_aux_loss
-        decay = [p for p in self.model.parameters() if p.ndim > 1]
-        rest = [p for p in self.model.parameters() if p.ndim == 1]
-        self.adam = torch.optim.AdamW(
-            [{"params": decay}, {"params": rest, "weight_decay": 0.0}],
-            lr=optim.lr,
-            betas=optim.betas,
-            eps=optim.eps,
-            weight_decay=optim.weight_decay,
-        )
+        self.adam = adamw(self.model, optim)
 
     def logits(self, sequence: dict[str, Tensor]) -> Tensor:
         return self.model(sequence["ids"][None]).logits[0]

@@ -81,20 +81,14 @@ def _help() -> str:
     return HELP.format(recipes=", ".join(recipe_names()), groups="  ".join(listed))
 
 
-def _split(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """recipe=NAME, and the other overrides."""
-    recipe = next((a.split("=", 1)[1] for a in arguments if a.startswith("recipe=")), None)
-    return recipe, [a for a in arguments if not a.startswith("recipe=")]
-
-
 def _train(arguments: list[str]) -> int:
-    from rlpost.config.compose import compose_config, to_config
+    from rlpost.config.compose import compose_config, split_recipe, to_config
 
     show = "--cfg" in arguments
     if show:
         at = arguments.index("--cfg")
         del arguments[at : at + 2]
-    recipe, overrides = _split(arguments)
+    recipe, overrides = split_recipe(arguments)
     composed = compose_config(recipe, overrides)
     if show:
         from omegaconf import OmegaConf

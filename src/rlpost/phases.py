@@ -187,6 +187,7 @@ class PhaseMachine:
                 except Exception:
                     if attempt == phase.retries:
                         raise
+                    # Not passed over: all ranks learn of it in `meet`, and try again together.
                     log.exception("phase %s of step %d failed, attempt %d", phase.name, step, attempt + 1)
                     failed = True
                 seconds = time.perf_counter() - clock

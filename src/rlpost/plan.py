@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlpost.config.compose import load_config
+from rlpost.config.compose import load_config, split_recipe
 from rlpost.config.schema import Config
 
 if TYPE_CHECKING:
@@ -284,8 +284,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, default=1, help="of the job that is planned (default: %(default)s)")
     parser.add_argument("--device-gib", type=float, help="memory of a rank's device (default: of this machine)")
     given = parser.parse_intermixed_args(arguments)
-    recipe = next((a.split("=", 1)[1] for a in given.overrides if a.startswith("recipe=")), None)
-    config = load_config(recipe, [a for a in given.overrides if not a.startswith("recipe=")])
+    config = load_config(*split_recipe(given.overrides))
     check_config(config, ranks=given.ranks)
     if given.device_gib is not None:
         device, size = "the device", int(given.device_gib * GIB)

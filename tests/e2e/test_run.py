@@ -9,10 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
+from exports import distance_of_export
 from launch import environment, run_python, run_ranks
 from overrides import command
-from transformers import AutoModelForCausalLM
 
 from rlpost.observe.metrics import read_metrics
 
@@ -58,24 +57,7 @@ def test_a_run_leaves_everything_and_resumes_to_the_last_bit(tiny, tmp_path):
 def test_the_export_scores_as_the_trainer_does(tiny, tmp_path):
     run = rlpost(*command(tiny, tmp_path, "sdpo"))
     assert run.returncode == 0, run.stderr
-    code = (
-        f"import json; from rlpost import Trainer; t = Trainer.resume({str(tmp_path / 'run')!r})\n"
-        "print(json.dumps(t.score(['decline : lamp river'], ['lampae riverum'])))"
-    )
-    scored = run_python(["-c", code], env=ENV)
-    assert scored.returncode == 0, scored.stderr
-    ours = torch.tensor(json.loads(scored.stdout.splitlines()[-1])[0])
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "export")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export", dtype=torch.float32)
-    messages = [{"role": "user", "content": "decline : lamp river"}]
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-    response = tokenizer.encode("lampae riverum", add_special_tokens=False)
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-    theirs = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
-    assert torch.allclose(ours, theirs, atol=2e-5)
+    assert distance_of_export(tmp_path / "run") <= 2e-5
 
 
 def test_a_failing_reward_on_one_rank_ends_all_with_one_message(tiny, tmp_path):

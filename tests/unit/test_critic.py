@@ -12,18 +12,12 @@ from rlpost.types import Prompt, Sample
 
 LENGTHS = [(5, 7), (1, 1), (12, 20), (3, 1), (2, 30), (9, 4)]
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     return tmp_path_factory.mktemp("critics")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 6])

@@ -30,19 +30,13 @@ from rlpost.types import LossOutput
 
 LENGTHS = [(5, 7), (1, 1), (12, 20), (3, 1), (2, 30), (9, 4), (6, 6), (4, 11)]
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     directory = tmp_path_factory.mktemp("models")
     return lambda kind: save_model(kind, directory)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def all_logits(policy, micro):

@@ -69,6 +69,12 @@ def compose_config(recipe: str | None, overrides: Sequence[str] = ()) -> DictCon
     return composed
 
 
+def split_recipe(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """recipe=NAME, and the other overrides."""
+    recipe = next((a.split("=", 1)[1] for a in arguments if a.startswith("recipe=")), None)
+    return recipe, [a for a in arguments if not a.startswith("recipe=")]
+
+
 def load_config(recipe: str | None, overrides: Sequence[str] = ()) -> Config:
     return to_config(compose_config(recipe, overrides))
 
