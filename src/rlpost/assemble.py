@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rlpost.algorithms import build_algorithm
-from rlpost.config.schema import Config
+from rlpost.config.schema import Config, PhaseConfig
 from rlpost.data.batching import Batcher, Update, write_back
 from rlpost.data.dataset import PromptDataset
 from rlpost.evaluate import EvalSet, target_logprobs
@@ -20,11 +20,14 @@ from rlpost.feedback import build_feedback
 from rlpost.observe.guards import Guards
 from rlpost.observe.observer import Observer
 from rlpost.parallel import all_gather_objects
-from rlpost.phases import Agreement, Bookkept, PhaseMachine, Resident
+from rlpost.parallel import device as this_device
+from rlpost.phases import Agreement, PhaseMachine
 from rlpost.policy.build import DTYPES
 from rlpost.policy.critic import Critic
 from rlpost.policy.megatron import MegatronPolicy
+from rlpost.residents import EngineMemory, Resident, Together, Unmoved
 from rlpost.rewards.judge import build_judge
+from rlpost.rollout.canary import Canary
 from rlpost.rollout.engine import SamplingParams
 from rlpost.rollout.engines import build_engine
 from rlpost.rollout.filters import GroupFilter, build_filter
@@ -79,13 +82,7 @@ class Rooms:
     teacher: Teacher | None
     checkpoints: CheckpointStore
     guards: Guards
-    engine_started: bool = False
-
-    def start_engine(self) -> None:
-        """Before its first use: a run that only trains on rows never has one."""
-        if not self.engine_started:
-            self.engine.start()
-            self.engine_started = True
+    canary: Canary
 
     def gather(self, samples: Sequence[Sample]) -> list[Sample]:
         """Every rank's samples on every rank, in the order of group and index."""
@@ -121,7 +118,7 @@ class Rooms:
         return torch.stack(parts).sum(dim=0)
 
     def close(self) -> None:
-        if self.engine_started:
+        if self.engine.started:
             self.engine.close()
         self.observer.close()
 
@@ -202,7 +199,7 @@ def assemble(
         directory=directory,
         agreement=agreement,
         machine=PhaseMachine(
-            config.phases, handlers, _residents(policy, critic, teacher, engine), agreement, observer.phase_done
+            phases_of(config), handlers, _residents(policy, critic, teacher, engine), agreement, observer.phase_done
         ),
         observer=observer,
         tokenizer=tokenizer,
@@ -235,6 +232,7 @@ def assemble(
         teacher=teacher,
         checkpoints=CheckpointStore(directory / "checkpoints", config.trainer.keep),
         guards=Guards(config.guards),
+        canary=Canary(policy, engine, dataset.prompts[0].ids, config.rollout.canary, _coarser_dtype(config)),
     )
 
 
@@ -253,18 +251,45 @@ def engine_dtype(config: Config) -> torch.dtype:
     return DTYPES[config.model.dtype if config.engine.dtype == "auto" else config.engine.dtype]
 
 
+def _coarser_dtype(config: Config) -> torch.dtype:
+    return min(engine_dtype(config), DTYPES[config.model.dtype], key=lambda dtype: dtype.itemsize)
+
+
+def phases_of(config: Config) -> list[PhaseConfig]:
+    """The configured phases with what the run keeps on the device through all of them, and without optimizer states
+    that are there for the update alone."""
+    only_to_step = {"train": config.optim.offload, "critic": config.critic.offload}
+    phases = []
+    for phase in config.phases:
+        residents = [
+            name for name in phase.residents if not (only_to_step.get(phase.name) and name.endswith(".optimizer"))
+        ]
+        kept = [name for name in config.trainer.keep_on_device if name not in residents]
+        phases.append(replace(phase, residents=residents + kept))
+    return phases
+
+
 def _residents(
     policy: MegatronPolicy, critic: Critic | None, teacher: Teacher | None, engine: Engine
 ) -> dict[str, Resident]:
-    # Sizes alone: the CPU has one memory, nothing moves.
     def engine_bytes() -> int:
         return sum(math.prod(s.shape) * s.dtype.itemsize for s in engine.expected_tensors().values())
 
-    fixed = policy.resident_bytes() | (critic.resident_bytes() if critic is not None else {})
-    fixed |= {"teacher.weights": teacher.resident_bytes() if teacher is not None else 0}
-    sizes = {name: lambda size=size: size for name, size in fixed.items()}
-    sizes |= {"engine.weights": engine_bytes, "engine.kv_cache": lambda: 0}
-    return {name: Bookkept(size) for name, size in sizes.items()}
+    on_gpu = this_device().type == "cuda"
+    found: dict[str, Resident] = {}
+    for who, model in (("policy", policy), ("critic", critic.model if critic is not None else None)):
+        if model is not None:
+            sizes = model.resident_bytes()
+            for name, moved in model.residents.items():
+                found[f"{who}.{name}"] = moved if on_gpu else Unmoved(lambda size=sizes[name]: size)
+    own = Together(teacher.residents() if teacher is not None else [])
+    found["teacher.weights"] = own if on_gpu else Unmoved(own.bytes)
+    if on_gpu:
+        found["engine.weights"] = EngineMemory(engine, ["weights"], engine_bytes)
+        found["engine.kv_cache"] = EngineMemory(engine, ["kv_cache", "cuda_graph"], lambda: 0)
+    else:  # one memory: nothing moves
+        found |= {"engine.weights": Unmoved(engine_bytes), "engine.kv_cache": Unmoved(lambda: 0)}
+    return found
 
 
 def _eval_sets(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Mapping[str, Any]) -> list[EvalSet]:

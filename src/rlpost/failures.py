@@ -97,8 +97,22 @@ def size(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
+def reset_peak() -> None:
+    """`peak_bytes` starts anew on a device; the CPU's knows no way back."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def device_bytes() -> int:
+    """In use on this rank's device, by all processes; 0 without one."""
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
 def peak_bytes() -> int:
-    """The highest memory so far: of the device, or of this process on the CPU."""
+    """The highest memory since `reset_peak`: of this process on the device, or on the CPU since its start."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     import resource

@@ -14,15 +14,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rlpost.config.compose import ConfigError
 from rlpost.config.schema import PhaseConfig
-from rlpost.failures import PhaseError, is_communication, peak_bytes, sentence
+from rlpost.failures import PhaseError, device_bytes, is_communication, peak_bytes, reset_peak, sentence
 from rlpost.parallel import gloo_group
+from rlpost.residents import Resident
 from rlpost.watch import Watch
 
 log = logging.getLogger(__name__)
@@ -119,32 +120,6 @@ class Agreement:
         self.watch.close()
 
 
-class Resident(Protocol):
-    """Something that can be on the device or off it."""
-
-    def bytes(self) -> int: ...
-
-    def onload(self) -> None: ...
-
-    def offload(self) -> None: ...
-
-
-@dataclass
-class Bookkept:
-    """A resident where there is no device to move to: only its size is known."""
-
-    size: Callable[[], int]
-
-    def bytes(self) -> int:
-        return self.size()
-
-    def onload(self) -> None:
-        """Nothing moves on the CPU."""
-
-    def offload(self) -> None:
-        """Nothing moves on the CPU."""
-
-
 @dataclass
 class PhaseReport:
     """What one phase cost. Bytes are of the device (of the process, on the CPU)."""
@@ -153,9 +128,10 @@ class PhaseReport:
     step: int
     start: float  # seconds since the epoch
     seconds: float
-    moved_bytes: int
+    moved_bytes: int  # copied to the device or from it
     resident_bytes: int
-    peak_bytes: int
+    peak_bytes: int  # of this process during the phase
+    device_bytes: int  # in use on the device as it ends, by all processes; 0 on the CPU
 
 
 class PhaseMachine:
@@ -171,18 +147,18 @@ class PhaseMachine:
     ):
         self.phases, self.handlers, self.residents = list(phases), handlers, residents
         self.agreement, self.on_report = agreement, on_report
-        self.on_device: set[str] = set()
 
     def run(self, number: int, step: int, work: Any) -> bool:
         """Phase `number` of the plan; true where a rank was asked to stop. Raises PhaseError on all ranks alike."""
         phase = self.phases[number]
         limit = {} if phase.timeout_s is None else {"limit_s": phase.timeout_s, "field": "the phase's timeout_s"}
         start, clock, moved = time.time(), time.perf_counter(), 0
+        reset_peak()
         for attempt in range(phase.retries + 1):
             with self.agreement.guard(phase.name, step, held=lambda: self._held(phase), **limit):
                 failed = False
                 try:
-                    moved += self._move(set(phase.residents))
+                    moved += self.move(phase.residents)
                     self.handlers[phase.name](work)
                 except Exception:
                     if attempt == phase.retries:
@@ -196,19 +172,21 @@ class PhaseMachine:
                     break
         with self.agreement.guard(phase.name, step):
             resident = sum(self._held(phase).values())
-            self.on_report(PhaseReport(phase.name, step, start, slowest, moved, resident, peak_bytes()))
+            report = PhaseReport(phase.name, step, start, slowest, moved, resident, peak_bytes(), device_bytes())
+            self.on_report(report)
         return stop
+
+    def move(self, wanted: Sequence[str]) -> int:
+        """Put these on the device, in their order, after everything else has left it. Returns the bytes copied."""
+        copied = sum(self.residents[name].offload() for name in self.on_device() if name not in wanted)
+        return copied + sum(self.residents[name].onload() for name in wanted if not self.residents[name].on_device)
+
+    def bring(self, *names: str) -> None:
+        """For work outside the phases: put these beside what is there; only KV caches give way."""
+        self.move([name for name in self.on_device() if not name.endswith("kv_cache")] + list(names))
+
+    def on_device(self) -> list[str]:
+        return [name for name, resident in self.residents.items() if resident.on_device]
 
     def _held(self, phase: PhaseConfig) -> dict[str, int]:
         return {name: self.residents[name].bytes() for name in phase.residents}
-
-    def _move(self, wanted: set[str]) -> int:
-        moved = 0
-        for name in sorted(self.on_device - wanted):
-            moved += self.residents[name].bytes()
-            self.residents[name].offload()
-        for name in sorted(wanted - self.on_device):
-            moved += self.residents[name].bytes()
-            self.residents[name].onload()
-        self.on_device = wanted
-        return moved

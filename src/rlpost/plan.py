@@ -141,11 +141,12 @@ class Plan:
     device_bytes: int
 
 
-def make_plan(config: Config, ranks: int, device_bytes: int, device: str) -> Plan:
+def make_plan(config: Config, ranks: int, device_bytes: int, device: str, *, moves: bool = True) -> Plan:
+    """moves: residents leave the device between phases, as they do on a GPU."""
     from transformers import AutoTokenizer
 
     from rlpost.algorithms import build_algorithm
-    from rlpost.assemble import engine_dtype
+    from rlpost.assemble import engine_dtype, phases_of
     from rlpost.data.dataset import PromptDataset
     from rlpost.parallel import check_layout
     from rlpost.policy.build import DTYPES, read_config
@@ -178,11 +179,15 @@ def make_plan(config: Config, ranks: int, device_bytes: int, device: str) -> Pla
         for path in others
     )
     if rollout:
-        sizes |= _engine_bytes(config, hf, whole, engine_dtype(config).itemsize, max(lengths), data, device_bytes)
+        beside = {name for phase in phases_of(config) if phase.name == "publish" for name in phase.residents}
+        free = device_bytes - sum(size for name, size in sizes.items() if name in beside)
+        sizes |= _engine_bytes(config, hf, whole, engine_dtype(config).itemsize, max(lengths), data, free)
     micro = config.train.max_tokens_per_micro_batch
     activations = activation_bytes(hf, layout, micro, itemsize, config.train.recompute)
-    table, needed = _table(config, sizes, activations)
+    table, needed = _table(config, sizes, activations, moves)
     lines += [*table, "", *_host(stages, layout, swapped, algorithm.needs)]
+    if moves:
+        lines += _away(config, sizes)
     verdict = "" if needed <= device_bytes else ", too little: see train.max_tokens_per_micro_batch, parallel.*"
     lines.append(f"{device}: {_size(device_bytes)}{verdict}")
     return Plan(lines, needed, device_bytes)
@@ -209,13 +214,14 @@ def _arithmetic(config: Config, layout: Layout, lengths: Sequence[int], rollout:
 
 
 def _engine_bytes(
-    config: Config, hf: PreTrainedConfig, parameters: int, itemsize: int, longest: int, data: int, device_bytes: int
+    config: Config, hf: PreTrainedConfig, parameters: int, itemsize: int, longest: int, data: int, free: int
 ) -> dict[str, int]:
+    """free: on the device as the engine starts."""
     from rlpost.policy.build import head_dim
 
     weights = parameters * itemsize // config.engine.tensor_parallel
-    if config.engine.name == "sglang":  # takes its share of the device whole
-        cache = max(0, int(config.engine.memory_fraction * device_bytes) - weights)
+    if config.engine.name == "sglang":  # takes its share whole
+        cache = max(0, int(config.engine.memory_fraction * free) - weights)
     else:
         samples = math.ceil(config.rollout.prompts_per_step * config.rollout.samples_per_prompt / data)
         rows = min(config.engine.max_batch, samples)
@@ -224,21 +230,29 @@ def _engine_bytes(
     return {"engine.weights": weights, "engine.kv_cache": cache}
 
 
-def _table(config: Config, sizes: dict[str, int], activations: int) -> tuple[list[str], int]:
-    """Residents do not leave the device yet, so each phase has all of them there; what it needs is named."""
-    held = sum(size for name, size in sizes.items() if name != "engine.kv_cache" or config.engine.name == "sglang")
-    lines, needed = [f"{'phase':16s} {'':10s} what it uses"], held
-    for phase in config.phases:
+def _table(config: Config, sizes: dict[str, int], activations: int, moves: bool) -> tuple[list[str], int]:
+    """A line a phase: what is on the device meanwhile. moves: the rest is not there (on the CPU everything stays)."""
+    from rlpost.assemble import phases_of
+
+    held = sum(size for name, size in sizes.items() if name != "engine.kv_cache")
+    lines, needed = [f"{'phase':16s} {'':10s} what it holds"], 0
+    for phase in phases_of(config):
         used = {name: sizes[name] for name in phase.residents if sizes.get(name)}
         if phase.name in ("train", "critic"):
             used["activations (about)"] = activations
-        extra = sum(size for name, size in used.items() if name not in sizes)
-        if config.engine.name != "sglang":
-            extra += used.get("engine.kv_cache", 0)
-        needed = max(needed, held + extra)
+        there = sum(used.values())
+        if not moves:
+            there = held + sum(size for name, size in used.items() if name not in sizes or name == "engine.kv_cache")
+        elif (state := {"train": "policy.optimizer", "critic": "critic.optimizer"}.get(phase.name)) not in (
+            None,
+            *used,
+        ):
+            needed = max(needed, there - activations + sizes[state])  # optim.offload: it comes for the update
+        needed = max(needed, there)
         parts = ", ".join(f"{name} {_size(size)}" for name, size in used.items())
         lines.append(f"{phase.name:16s} {_size(sum(used.values())):>10s} {parts}".rstrip())
-    lines.append(f"{'at most at once':16s} {_size(needed):>10s} as residents stay where they are between phases")
+    why = "the rest is in host memory, or given back" if moves else "as on the CPU nothing moves between phases"
+    lines.append(f"{'at most at once':16s} {_size(needed):>10s} {why}")
     return lines, needed
 
 
@@ -262,6 +276,24 @@ def _host(stages: Sequence[Parameters], layout: Layout, teachers: int, needs: fr
     if tags:
         copies = len(tags) + 1  # the student's, while another has the model
         yield f"host memory of a rank: {', '.join(tags)} and a copy of the student, {_size(copies * shard)}"
+
+
+def _away(config: Config, sizes: dict[str, int]) -> Iterator[str]:
+    """What has a copy in the host's memory because some phase does without it. Gradients and engines keep none."""
+    from rlpost.assemble import phases_of
+
+    phases = phases_of(config)
+    away = {
+        name: size
+        for name, size in sizes.items()
+        if size
+        and name.endswith((".weights", ".optimizer"))
+        and not name.startswith("engine.")
+        and not all(name in phase.residents for phase in phases)
+    }
+    if away:
+        parts = ", ".join(f"{name} {_size(size)}" for name, size in away.items())
+        yield f"host memory of a rank while they are off the device: {parts}"
 
 
 def _millions(count: int) -> str:
@@ -293,7 +325,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         share = "" if given.ranks == 1 else f", a {given.ranks}th for each rank"
         device, size = f"memory of this machine{share}", _memory() // given.ranks
-    plan = make_plan(config, given.ranks, size, device)
+    plan = make_plan(config, given.ranks, size, device, moves=given.device_gib is not None or torch.cuda.is_available())
     print("\n".join(plan.lines))
     return int(plan.needed > plan.device_bytes)
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PHASES = ("read", "rollout", "judge", "prepare", "values", "teach", "critic", "train", "teacher_update", "publish")
+TRAINED = ("policy.weights", "policy.optimizer", "critic.weights", "critic.optimizer")  # what a checkpoint reads
 RESIDENTS = (
     *("policy.weights", "policy.gradients", "policy.optimizer", "engine.weights", "engine.kv_cache"),
     *("critic.weights", "critic.gradients", "critic.optimizer", "teacher.weights"),
@@ -189,7 +190,7 @@ class Trainer:
         if not self.rooms.eval_sets:
             return {}
         with self._guard("evaluate"):
-            self._ensure_published()
+            self._serve()
             found = evaluate(self.rooms, self.step_number)
         self.rooms.guards.evaluated(self.step_number, found)
         return found
@@ -199,7 +200,7 @@ class Trainer:
         from rlpost.evaluate import generate
 
         with self._guard("generate"):
-            self._ensure_published()
+            self._serve()
             return generate(self.rooms, prompts, n, self.step_number, **sampling)
 
     def score(self, prompts: Sequence[str | list[dict[str, str]]], responses: Sequence[str]) -> list[list[float]]:
@@ -207,6 +208,7 @@ class Trainer:
         from rlpost.evaluate import score
 
         with self._guard("score"):
+            self.rooms.machine.bring("policy.weights")
             return score(self.rooms, prompts, responses)
 
     def plot(self) -> Any:
@@ -221,6 +223,7 @@ class Trainer:
         from rlpost.persist import save_checkpoint
 
         with self._guard("save"):
+            self._bring_trained()
             return save_checkpoint(self.rooms, self.step_number, background=background)
 
     def save_pretrained(self, directory: str | Path | None = None) -> Path:
@@ -228,6 +231,7 @@ class Trainer:
         from rlpost.persist import export
 
         with self._guard("export"):
+            self.rooms.machine.bring("policy.weights")
             return export(self.rooms, self.step_number, directory)
 
     def close(self) -> None:
@@ -249,6 +253,7 @@ class Trainer:
     def _rollout(self, work: StepWork) -> None:
         from rlpost.rollout.filters import sample_until_full
 
+        self.rooms.canary.check()
         if self.rooms.group_filter is not None:
             work.samples, work.metrics = sample_until_full(self.rooms, work.step)
             return
@@ -266,6 +271,7 @@ class Trainer:
         from rlpost.rollout.sampler import rollout_metrics
 
         work.samples = self.rooms.gather(work.samples)
+        work.metrics |= self.rooms.canary.metrics()
         work.metrics |= rollout_metrics(work.samples, self.rooms.publisher.version)
         work.metrics |= self.rooms.algorithm.prepare(work.samples)
         work.updates = self.rooms.batcher.updates(work.samples)
@@ -339,7 +345,7 @@ class Trainer:
         work.metrics |= teacher_distance(self.rooms)
 
     def _publish(self, work: StepWork) -> None:
-        if not work.moved:
+        if not work.moved and self.rooms.engine.serving:
             self._published_at = self.step_number + 1  # what is served is still the policy
             return
         self._publish_now(self.step_number + 1, work.metrics)
@@ -353,13 +359,26 @@ class Trainer:
             self._stopping |= self.rooms.agreement.meet(len(self.rooms.machine.phases))[0]
 
     def _publish_now(self, step: int, metrics: dict[str, float]) -> None:
-        self.rooms.start_engine()
+        if not self.rooms.engine.started:  # a run that only trains on rows may never need one
+            self.rooms.engine.start()
         metrics |= self.rooms.publisher.publish()
+        self.rooms.canary.published()
         self._published_at = step
+
+    def _serve(self) -> None:
+        """Ready to sample outside the phases."""
+        self._ensure_published()
+        phases = {phase.name: phase.residents for phase in self.rooms.machine.phases}
+        self.rooms.machine.move(phases.get("rollout", ["policy.weights", "engine.weights", "engine.kv_cache"]))
+        self.rooms.canary.check()
+
+    def _bring_trained(self) -> None:
+        self.rooms.machine.bring(*(name for name in TRAINED if name in self.rooms.machine.residents))
 
     def _ensure_published(self) -> None:
         """An engine never serves before its first commit, nor an older policy than the trainer's."""
-        if self._published_at != self.step_number:
+        if self._published_at != self.step_number or not self.rooms.engine.serving:
+            self.rooms.machine.move(["policy.weights", "engine.weights"])
             self._publish_now(self.step_number, {})
 
     def _count_skipped(self, optimizer: str, skipped: bool) -> None:
@@ -384,6 +403,7 @@ class Trainer:
             from rlpost.persist import fall_back
 
             with self._guard("fall back"):
+                self._bring_trained()
                 went_back = fall_back(self.rooms, self.step_number)
             self._published_at, self._stopping = None, self._stopping or not went_back
 

@@ -33,10 +33,10 @@ def main(directory: Path) -> None:
         parameters = parameters_of_stage(read_config(directory / kind), layout, policy.mesh.pp.rank)
         planned = trained_bytes(parameters, layout, itemsize=4)
         # Which rank has how much of the optimizer depends on buckets; all together they have everything once.
-        optimizer = torch.tensor([held["policy.optimizer"], planned["optimizer"]])
+        optimizer = torch.tensor([held["optimizer"], planned["optimizer"]])
         dist.all_reduce(optimizer)
         for name in ("weights", "gradients"):
-            assert held[f"policy.{name}"] == planned[name], (kind, sizes, name, held, planned)
+            assert held[name] == planned[name], (kind, sizes, name, held, planned)
         slack = int(optimizer[1] - optimizer[0])  # a planned share is rounded up
         assert 0 <= slack <= 16 * dist.get_world_size(), (kind, sizes, optimizer)
     say(f"rank {dist.get_rank()}: {len(LAYOUTS)} plans hold")

@@ -10,15 +10,20 @@ from rlpost.phases import Agreement, PhaseMachine
 class Recorded:
     def __init__(self, name, size, events):
         self.name, self.size, self.events = name, size, events
+        self.on_device = False
 
     def bytes(self):
         return self.size
 
     def onload(self):
         self.events.append(f"+{self.name}")
+        self.on_device = True
+        return self.size
 
     def offload(self):
         self.events.append(f"-{self.name}")
+        self.on_device = False
+        return self.size
 
 
 def machine(phases, handlers, events, reports=None):

@@ -27,6 +27,7 @@ CHOICES = {
     "train.recompute": ("none", "selective", "full"),
     "optim.schedule": ("constant", "linear", "cosine"),
     "critic.schedule": ("constant", "linear", "cosine"),
+    "rollout.canary": ("off", "first", "always"),
     "publish.verify": ("off", "first", "always"),
     "guards.action": ("off", "warn", "stop", "fallback"),
 }
@@ -69,6 +70,17 @@ AFTER = {
     "train": "prepare",
     "teacher_update": "train",
     "publish": "train",
+}
+# What each phase works on, as far as that can be said without the other fields.
+USES = {
+    "rollout": ("engine.weights", "engine.kv_cache"),
+    "prepare": ("policy.weights",),
+    "values": ("critic.weights",),
+    "critic": ("critic.weights", "critic.gradients"),
+    "teach": ("policy.weights",),
+    "train": ("policy.weights", "policy.gradients"),
+    "teacher_update": ("policy.weights", "policy.optimizer"),
+    "publish": ("policy.weights", "engine.weights"),
 }
 
 
@@ -314,6 +326,9 @@ def _phase_mistakes(config: Config, algorithm: Algorithm) -> Iterator[str]:
     from rlpost.trainer import PHASES, RESIDENTS
 
     names = [phase.name for phase in config.phases]
+    for resident in config.trainer.keep_on_device:
+        if resident not in RESIDENTS:
+            yield f"trainer.keep_on_device has no resident {resident!r}. There are: {', '.join(RESIDENTS)}"
     if not names:
         yield "phases is empty: choose phases=sdpo, phases=grpo, phases=ppo or phases=sft"
     for i, phase in enumerate(config.phases):
@@ -328,6 +343,9 @@ def _phase_mistakes(config: Config, algorithm: Algorithm) -> Iterator[str]:
         for resident in phase.residents:
             if resident not in RESIDENTS:
                 yield f"phase {phase.name!r} has no resident {resident!r}. There are: {', '.join(RESIDENTS)}"
+        lacking = [name for name in USES.get(phase.name, ()) if name not in phase.residents]
+        if lacking:
+            yield f"phase {phase.name!r} lacks {', '.join(lacking)} among its residents: it works on them"
     doubled = sorted({n for n in names if names.count(n) > 1})
     if doubled:
         yield f"phases names {', '.join(doubled)} more than once"

@@ -29,6 +29,8 @@ class TrainerConfig:
     async_save: bool = False  # save_every copies to host memory and goes on; a thread of each rank writes meanwhile
     resume: str = "auto"  # auto | never | a checkpoint or run directory
     plots: bool = True
+    # Residents (see phases) that never leave the device, as policy.optimizer where it fits beside the KV cache.
+    keep_on_device: list[str] = field(default_factory=list)
     # A phase, a save, an evaluation that takes longer ends the run and leaves every rank's stacks; 0: never.
     phase_timeout_s: float = 3600.0
 
@@ -82,6 +84,7 @@ class RolloutConfig:
     stop_token_ids: list[int] = field(default_factory=list)  # beside the eos ids of the model
     mask_truncated: bool = False
     filter: str | None = None  # nonzero_std, or an import path: fn(samples of a group) -> bool; see rollout/filters.py
+    canary: str = "first"  # off | first | always: compare log-probs of engine and trainer before sampling
     max_rounds: int = 4  # of sampling in a step, to get prompts_per_step groups that pass the filter
 
 
@@ -105,6 +108,7 @@ class OptimConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     clip_grad: float = 1.0
+    offload: bool = False  # the optimizer's state is on the device only while it steps
 
 
 @dataclass

@@ -66,10 +66,6 @@ class Critic:
         metrics = self.model.train_step(micros, of_head)
         return {name.replace("train/", "critic/"): value for name, value in metrics.items()}
 
-    def resident_bytes(self) -> dict[str, int]:
-        """As `MegatronPolicy.resident_bytes`: critic.weights, critic.gradients, critic.optimizer."""
-        return {name.replace("policy.", "critic."): size for name, size in self.model.resident_bytes().items()}
-
 
 def _values(head: ValueHead, micro: MicroBatch) -> dict[str, Tensor]:
     return {"values": head.values()}

@@ -32,6 +32,7 @@ from rlpost.policy.pool import MetricPool
 from rlpost.policy.protocol import StateKind
 from rlpost.policy.tokens import LocalTokens, local_tokens
 from rlpost.policy.value_head import ValueHead, with_initial_head
+from rlpost.residents import Moved
 from rlpost.types import LossFn, MicroBatch
 
 ScoreFn = Callable[[Any, MicroBatch], dict[str, Tensor]]  # of a Head, or of a critic's ValueHead
@@ -72,6 +73,8 @@ class MegatronModel:
             kind = {"trainable": trainable, "value_head": value_head, "overlap": overlap}
             chunks = build_model(self.hf_config, model, parallel, recompute, **kind)
             self._chunks = [chunk.to(self.device) for chunk in chunks]
+        weights = Moved("the model's weights", lambda: (p for chunk in self._chunks for p in chunk.parameters()))
+        self.residents = {"weights": weights}  # what can leave the device
         if overlap:
             reduce_at_the_last_micro_batch(self._chunks)
         self._balance = RouterBalance(model.router_aux_loss, self.mesh) if model.router_aux_loss and trainable else None
@@ -84,6 +87,7 @@ class MegatronModel:
 
         The results of the last stage's ranks; of the others none.
         """
+        self._require("weights")
         if not micros:
             raise ValueError("a step needs at least one micro-batch on every rank; a filler will do")
         fillers = [_filler()] * (-len(micros) % self.micro_batch_multiple)
@@ -117,6 +121,10 @@ class MegatronModel:
             collect_non_loss_data=forward_only,
         )
         return results[: len(micros)]
+
+    def _require(self, *names: str) -> None:
+        for name in names:
+            self.residents[name].require()
 
     @property
     def transformer_config(self) -> TransformerConfig:
@@ -245,6 +253,9 @@ class MegatronPolicy(MegatronModel):
         with megatron_device():
             self._optimizer = build_optimizer(self._chunks, optim)
             self._shards = MasterShards(self._chunks, self._optimizer, self._map, self.mesh)
+        buffers = [b for chunk in self._chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        self.residents["gradients"] = Moved("its gradients", lambda: [b.grad_data for b in buffers], keep=False)
+        self.residents["optimizer"] = Moved("its optimizer's state", self._shards.state_tensors)
         reader = SafetensorsReader(model.path)
         if model.warm_page_cache:
             warm_page_cache(reader.files)
@@ -278,6 +289,7 @@ class MegatronPolicy(MegatronModel):
             return total, live_N.sum(dtype=torch.int32), None
 
         rate = learning_rate(self.optim, self._calls, self.total_steps)
+        self._require("gradients")
         with megatron_device():
             for chunk in self._chunks:
                 chunk.train()
@@ -286,7 +298,8 @@ class MegatronPolicy(MegatronModel):
             if self._balance:
                 self._balance.begin(micros)
             self._run(micros, reduce, forward_only=False)
-            grad_norm, moved = self._update(rate)
+            with self.residents["optimizer"].borrowed():
+                grad_norm, moved = self._update(rate)
         self._calls += 1
         self._updates += moved
         balance = {"router/aux_loss": self._balance.total(self.hf_config.num_hidden_layers)} if self._balance else {}
@@ -329,6 +342,7 @@ class MegatronPolicy(MegatronModel):
 
         Tensors may be views of live parameters: copy what must outlive the next step.
         """
+        self._require("weights")
         yield from self._shards.weights(dtype or DTYPES[self.config.dtype])
 
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -337,6 +351,7 @@ class MegatronPolicy(MegatronModel):
 
     def masters(self) -> dict[str, Tensor]:
         """This rank's live flat fp32 master shards by Megatron name."""
+        self._require("weights", "optimizer")
         return self._shards.masters()
 
     def distinct_masters(self) -> set[str]:
@@ -362,20 +377,22 @@ class MegatronPolicy(MegatronModel):
         shard = sum(master.numel() for master in self.masters().values())
         low_precision = DTYPES[self.config.dtype] is not torch.float32
         return {
-            "policy.weights": weights,
-            "policy.gradients": weights // DTYPES[self.config.dtype].itemsize * 4,
-            "policy.optimizer": shard * (12 if low_precision else 8),
+            "weights": weights,
+            "gradients": weights // DTYPES[self.config.dtype].itemsize * 4,
+            "optimizer": shard * (12 if low_precision else 8),
         }
 
     # Optimizer state, for checkpoints that any layout can read
 
     def optimizer_tensors(self, kind: StateKind) -> Iterator[tuple[str, Tensor]]:
         """Masters or Adam moments as whole fp32 tensors under Hugging Face names. Collective."""
+        self._require("weights", "optimizer")
         return self._shards.gather(self.masters() if kind == "master" else self._shards.moments(kind))
 
     def load_optimizer_tensors(self, kind: StateKind, get: GetTensor) -> None:
         """The inverse: this rank's part of the whole tensors that `get` returns. Loading masters changes the model.
         Collective."""
+        self._require("weights", "optimizer")
         self._shards.load(kind, get)
         if kind == "master":
             self.sync_from_masters()

@@ -133,6 +133,13 @@ class MasterShards:
         """Live flat fp32 shards; of fp32 models they are views of the parameters themselves."""
         return {name: shard.detach() for name, (_, shard) in self._owned.items()}
 
+    def state_tensors(self) -> Iterator[Tensor]:
+        """What the optimizer alone holds: masters apart from the weights, and moments as soon as there are any."""
+        for name, (optimizer, shard) in self._owned.items():
+            if self._parameters[name].parameter.dtype is not torch.float32:
+                yield shard
+            yield from (value for value in optimizer.optimizer.state.get(shard, {}).values() if value.dim() > 0)
+
     def distinct(self) -> set[str]:
         """The masters that this rank counts where all ranks' are added up, so that each weight counts once."""
         return {

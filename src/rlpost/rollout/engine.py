@@ -93,6 +93,14 @@ class Engine(Protocol):
 
     version: int  # of the weights that it last committed; 0 before the first commit
 
+    @property
+    def started(self) -> bool: ...
+
+    @property
+    def serving(self) -> bool:
+        """Between `commit` and what gives the weights up: `pause`, or `sleep` of the weights."""
+        ...
+
     def start(self) -> None:
         """Allocate the model. Everything else comes after."""
         ...

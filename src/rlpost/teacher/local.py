@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rlpost.data.batching import Batcher, Update
     from rlpost.policy.frozen import FrozenModel
     from rlpost.policy.protocol import Policy
+    from rlpost.residents import Moved
     from rlpost.types import MicroBatch
     from rlpost.weights.snapshots import SnapshotStore
 
@@ -61,8 +62,8 @@ class LocalTeacher:
         """The snapshot that began as the student, None for external teachers."""
         return None if self.config.external() else TAG
 
-    def resident_bytes(self) -> int:
-        return sum(model.weight_bytes() for model in self.models.values())
+    def residents(self) -> list[Moved]:
+        return [model.residents["weights"] for model in self.models.values()]
 
     def score(self, update: Update) -> dict[str, float]:
         """Sets teacher_hidden, teacher_lse, … in `sample.tokens` of every sample that has a teacher prompt; `blank`

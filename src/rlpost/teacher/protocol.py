@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlpost.data.batching import Update
+    from rlpost.residents import Moved
 
 
 class Teacher(Protocol):
@@ -21,8 +22,8 @@ class Teacher(Protocol):
         teacher prompt. Returns counts over all ranks, which the steps of a batch add up. Collective."""
         ...
 
-    def resident_bytes(self) -> int:
-        """Of models that are this teacher's alone, on the device."""
+    def residents(self) -> list[Moved]:
+        """The weights of models that are this teacher's alone."""
         ...
 
     def after_optimizer_step(self) -> None: ...

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from rlpost.data.batching import Update
     from rlpost.parallel import Mesh
+    from rlpost.residents import Moved
     from rlpost.types import Sample
 
 
@@ -58,8 +59,8 @@ class RemoteTeacher:
             )
         return {"teacher/scored_sequences": float(len(everything)), "teacher/bad_payloads": float(len(bad))}
 
-    def resident_bytes(self) -> int:
-        return 0
+    def residents(self) -> list[Moved]:
+        return []
 
     def _ask(self, samples: Sequence[Sample]) -> tuple[list[list[float] | str], str | None]:
         """(log-probs of each response, or what is wrong with them; why there are none)."""

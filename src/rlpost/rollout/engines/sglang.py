@@ -87,6 +87,14 @@ class SGLangEngine:
         self._running = threading.Lock()  # held by generate and score
         self._aborted = False
 
+    @property
+    def started(self) -> bool:
+        return self._started
+
+    @property
+    def serving(self) -> bool:
+        return self._serving
+
     def start(self) -> None:
         if self._started:
             raise EngineNotReady("start: the engine runs already")

@@ -61,6 +61,14 @@ class TorchEngine:
         self._running = threading.Lock()  # held by whatever computes
         self._abort = threading.Event()
 
+    @property
+    def started(self) -> bool:
+        return self._model is not None
+
+    @property
+    def serving(self) -> bool:
+        return self._serving
+
     def start(self) -> None:
         if self._model is not None:
             raise EngineNotReady("start: the engine runs already")

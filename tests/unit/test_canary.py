@@ -1,0 +1,62 @@
+"""One prompt's log-probs from engine and trainer: equal after a publish, not with other weights."""
+
+import pytest
+import torch
+from tiny_models import make_policy, save_model
+
+from rlpost.rollout.canary import Canary, CanaryError
+from rlpost.rollout.engines.torch import TorchEngine
+from rlpost.weights.publish import Publisher
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def rooms(tmp_path_factory):
+    directory = save_model("qwen3", tmp_path_factory.mktemp("models"))
+    policy, engine = make_policy(directory), TorchEngine(str(directory), dtype=torch.float32)
+    engine.start()
+    return policy, engine, Publisher(policy, engine)
+
+
+def canary(rooms, mode):
+    policy, engine, publisher = rooms
+    found = Canary(policy, engine, [5, 9, 2, 31, 7, 7, 40, 3], mode, torch.float32)
+    publisher.publish()
+    found.published()
+    return found
+
+
+def serve_others(rooms):
+    """The engine gets weights that the canary does not know of."""
+    policy, _, publisher = rooms
+    for tensor in policy.masters().values():
+        tensor.add_(0.05 * torch.randn(tensor.shape))
+    policy.sync_from_masters()
+    publisher.publish()
+
+
+@pytest.mark.parametrize("mode", ["first", "always"])
+def test_published_weights_pass_and_others_do_not(rooms, mode):
+    found = canary(rooms, mode)
+    found.check()
+    [(name, gap)] = found.metrics().items()
+    assert name == "rollout/canary" and gap < 1e-5 and found.metrics() == {}
+    found = canary(rooms, mode)
+    serve_others(rooms)
+    with pytest.raises(CanaryError, match=r"mean \|Δ log-prob\| over 7 tokens is"):
+        found.check()
+
+
+def test_how_often(rooms):
+    policy, engine, publisher = rooms
+    for mode, due in (("off", [False, False]), ("first", [True, False]), ("always", [True, True])):
+        found = Canary(policy, engine, [5, 9, 2], mode, torch.float32)
+        compared = []
+        for _ in range(2):
+            publisher.publish()
+            found.published()
+            found.check()
+            found.check()  # once after a publish
+            compared.append(bool(found.metrics()))
+        assert compared == due, mode
