@@ -20,9 +20,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from models import model_config, write_model
 from omegaconf import OmegaConf
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from rlpost.config.schema import ModelConfig, OptimConfig, ParallelConfig
 from rlpost.data.packing import pack
@@ -32,24 +33,6 @@ from rlpost.policy.megatron import MegatronPolicy
 from rlpost.types import LossOutput, Prompt, Sample
 
 PEAK_TFLOPS = 784.0  # of one H200's bf16 matrix product, as measured
-VOCABULARY = 151936
-SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8}
-SHAPE |= {"head_dim": 128, "max_position_embeddings": 4096, "tie_word_embeddings": True, "intermediate_size": 3072}
-EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 768, "norm_topk_prob": True}
-
-
-def model_config(layers: int, moe: bool) -> PreTrainedConfig:
-    """The shape of Qwen3-0.6B, or the same with 16 experts of a quarter of its MLP, of which 4 are active."""
-    if moe:
-        return Qwen3MoeConfig(**SHAPE, **EXPERTS, num_hidden_layers=layers)
-    return Qwen3Config(**SHAPE, num_hidden_layers=layers)
-
-
-def write_model(folder: Path, config: PreTrainedConfig) -> None:
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder)
 
 
 def active_parameters(config: PreTrainedConfig, parameters: int) -> int:
@@ -61,11 +44,11 @@ def active_parameters(config: PreTrainedConfig, parameters: int) -> int:
     return parameters - config.num_hidden_layers * idle * 3 * config.hidden_size * config.moe_intermediate_size
 
 
-def make_samples(sequences: int, length: int) -> list[Sample]:
+def make_samples(sequences: int, length: int, vocabulary: int) -> list[Sample]:
     generator = torch.Generator().manual_seed(0)
     samples = []
     for number in range(sequences):
-        ids = torch.randint(0, VOCABULARY, (length,), generator=generator).tolist()
+        ids = torch.randint(0, vocabulary, (length,), generator=generator).tolist()
         sample = Sample(Prompt(number, [], ids[:1]), group_id=number, index=0, response_ids=ids[1:])
         sample.loss_mask = [1] * (length - 1)
         samples.append(sample)
@@ -154,26 +137,26 @@ def main() -> None:
     init_distributed()
     ranks, first = dist.get_world_size(), dist.get_rank() == 0
     parallel = ParallelConfig(**OmegaConf.to_container(OmegaConf.from_dotlist(given.parallel)))
-    config = model_config(given.layers, given.moe)
+    config = model_config("qwen3-0.6b-moe" if given.moe else "qwen3-0.6b", given.layers)
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     path = Path(folder[0])
     if first:
-        write_model(path, config)
+        write_model(path, config, "cuda")
     dist.barrier()
 
     def say(text: str) -> None:
         if first:
             print(text, flush=True)
 
-    samples = make_samples(given.sequences, given.length)
+    samples = make_samples(given.sequences, given.length, config.vocab_size)
     ids = torch.tensor([sample.ids for sample in samples], device="cuda")
     tokens = ids.numel()
     peer = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="sdpa").cuda()
     active = active_parameters(config, sum(p.numel() for p in peer.parameters()))
     expected = transformers_logprobs(peer, ids)
     say(f"{ranks} × {torch.cuda.get_device_name()}, {' '.join(given.parallel)}")
-    say(f"{active / 1e6:.0f} M active parameters, {tokens} packed tokens, V={VOCABULARY}, bf16")
+    say(f"{active / 1e6:.0f} M active parameters, {tokens} packed tokens, V={config.vocab_size}, bf16")
     say("| | ms | MFU | peak GiB | mean \\|Δ log-prob\\| |\n| --- | ---: | ---: | ---: | ---: |")
 
     def measure(name: str, step: Callable[[], object], gap: float | None, cards: int) -> None:
