@@ -194,9 +194,8 @@ def main() -> int:
         else:
             config.save_pretrained(path)
     dist.barrier()
-    say(
-        f"{dist.get_world_size()} × {hardware()}, {given.shape}, {given.policy} weights, {given.bucket_mib} MiB a bucket"
-    )
+    ranks = dist.get_world_size()
+    say(f"{ranks} × {hardware()}, {given.shape}, {given.policy} weights, {given.bucket_mib} MiB a bucket")
     policy = make_policy(given, str(path))
     engine = start_engine(given, str(path))
     try:
