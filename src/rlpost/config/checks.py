@@ -49,6 +49,7 @@ AT_LEAST = {
     "guards.length_factor": 1,
     "guards.reward_drop": 0,
     "engine.max_batch": 1,
+    "engine.tensor_parallel": 1,
     "model.router_aux_loss": 0,
     "parallel.tensor": 1,
     "parallel.pipeline": 1,
@@ -254,6 +255,11 @@ def _parallel_mistakes(config: Config, world: int) -> Iterator[str]:
             yield str(error)
     model = _model_config(config.model.path)
     yield from _cut_mistakes(p, "the model", model)
+    gpus, heads = config.engine.tensor_parallel, model.get("num_attention_heads")
+    if config.engine.name == "sglang" and gpus > 0 and world % gpus:
+        yield f"engine.tensor_parallel={gpus} does not divide the {world} ranks, of which each such group has an engine"
+    if config.engine.name == "sglang" and gpus > 0 and heads and heads % gpus:
+        yield f"engine.tensor_parallel={gpus} does not divide the model's {heads} attention heads, as SGLang needs"
     if config.model.router_aux_loss and model and not _experts(model):
         yield f"model.router_aux_loss={config.model.router_aux_loss}: the model has no experts; set it to 0"
 
