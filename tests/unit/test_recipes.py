@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlpost.config.checks import check_config
-from rlpost.config.compose import files_root, load_config, recipe_names
+from rlpost.config.compose import ConfigError, files_root, load_config, recipe_names
 from rlpost.quickstart.task import model_config
 
 NAMES = recipe_names()
@@ -53,3 +53,12 @@ def test_every_recipe_stands_in_the_table():
     table = (files_root() / "recipes" / "README.md").read_text()
     assert set(NAMES) == {path.stem for path in (Path(files_root()) / "recipes").glob("*.yaml")}
     assert not [name for name in NAMES if f"`{name}`" not in table]
+
+
+def test_an_engine_takes_as_many_gpus_as_ranks_and_heads_allow(folder, monkeypatch):
+    monkeypatch.setenv("EXP_DIR", str(folder))
+    check_config(load_config("grpo_sciknoweval_gpu", ["engine.tensor_parallel=2", "parallel.tensor=2"]), ranks=2)
+    with pytest.raises(ConfigError) as error:
+        check_config(load_config("grpo_sciknoweval_gpu", ["engine.tensor_parallel=3"]), ranks=4)
+    assert "engine.tensor_parallel=3 does not divide the 4 ranks" in str(error.value)
+    assert f"does not divide the model's {model_config().num_attention_heads} attention heads" in str(error.value)
