@@ -63,6 +63,7 @@ class Observer:
                 moved_bytes=report.moved_bytes,
                 resident_bytes=report.resident_bytes,
                 peak_bytes=report.peak_bytes,
+                device_bytes=report.device_bytes,
             )
 
     def step_done(
