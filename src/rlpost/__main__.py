@@ -191,7 +191,7 @@ def _export(arguments: list[str]) -> int:
     parser.add_argument("run", help="the run's directory")
     parser.add_argument("--step", type=int, help="of the checkpoint (default: the latest)")
     parser.add_argument("--tag", default="student", help="student, teacher, …: whose weights (default: %(default)s)")
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="default: the one that was trained in")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="default: the one that was trained in")
     parser.add_argument("--out", help="the directory to write (default: RUN/export, with step and tag where given)")
     parser.add_argument("--model", help="where config.json and the tokenizer are, if model.path has moved")
     given = parser.parse_args(arguments)

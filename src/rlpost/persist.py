@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rlpost.assemble import Rooms
     from rlpost.policy.megatron import MegatronPolicy
 
-EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MOMENTS = ("master", "exp_avg", "exp_avg_sq")
 # A run that goes on may change its length, its logging, its layout, its hyperparameters; not what it is.
 FIXED = (
@@ -200,7 +200,9 @@ def _restore_training(rooms: Rooms, checkpoint: Checkpoint) -> None:
         rooms.teacher.load_state_dict(checkpoint.state["teacher"])
 
 
-def _restore_optimizer(model: MegatronPolicy, checkpoint: Checkpoint, prefix: str, scalars: Mapping[str, int]) -> None:
+def _restore_optimizer(
+    model: MegatronPolicy, checkpoint: Checkpoint, prefix: str, scalars: Mapping[str, float]
+) -> None:
     shapes = model.hf_shapes()
     for kind in MOMENTS:
         model.load_optimizer_tensors(kind, checkpoint.tensors(f"{prefix}{kind}", shapes).__getitem__)
@@ -257,8 +259,8 @@ def export_checkpoint(
 ) -> Path:
     """The Hugging Face directory of a checkpoint, without its trainer: one process, one tensor in memory at a time.
 
-    step: None is the latest. tag: student, or what else the checkpoint holds (teacher, reference). dtype: fp32 or bf16,
-    None is the one that was trained in. out: default `<run>/export`, with step and tag in its name where given.
+    step: None is the latest. tag: student, or what else the checkpoint holds (teacher, reference). dtype: fp32, bf16 or
+    fp16, None is the one that was trained in. out: default `<run>/export`, with step and tag in its name where given.
     model: where config.json and the tokenizer are, if not in the run's model.path any more. Raises CheckpointError,
     ExportError, or ValueError with what there is instead.
     """

@@ -307,7 +307,7 @@ class Trainer:
             if update.has_signal:
                 micros = self.rooms.batcher.pack(update)
                 steps.append(self.rooms.critic.train_step(micros, self.rooms.algorithm.value_loss))
-                self._count_skipped("critic", steps[-1]["critic/skipped"] > 0)
+                self._count_skipped("critic", steps[-1], "critic")
         work.metrics |= _means(steps)
 
     def _train(self, work: StepWork) -> None:
@@ -327,7 +327,7 @@ class Trainer:
                 micro.teacher_head = teacher.head
             steps.append(self.rooms.policy.train_step(micros, self.rooms.algorithm.loss))
             moved = not steps[-1]["train/skipped"]
-            self._count_skipped("optim", not moved)
+            self._count_skipped("optim", steps[-1], "train")
             work.moved |= moved
         work.teacher_due = moved
         work.metrics |= _means(steps)
@@ -381,8 +381,12 @@ class Trainer:
             self.rooms.machine.move(["policy.weights", "engine.weights"])
             self._publish_now(self.step_number, {})
 
-    def _count_skipped(self, optimizer: str, skipped: bool) -> None:
-        counts = self.rooms.guards.skipped_in_a_row
+    def _count_skipped(self, optimizer: str, metrics: Mapping[str, float], prefix: str) -> None:
+        from rlpost.policy.loss_scale import scale_is_settling
+
+        counts, skipped = self.rooms.guards.skipped_in_a_row, metrics[f"{prefix}/skipped"] > 0
+        if skipped and scale_is_settling(metrics, prefix):
+            return
         counts[optimizer] = in_a_row = counts[optimizer] + 1 if skipped else 0
         if skipped and not self.config.train.skip_nonfinite:
             raise RuntimeError("the gradient is not finite (train.skip_nonfinite=false)")

@@ -5,6 +5,7 @@ Arguments: directory, then layouts such as `dp2`, `tp2`, `tp2-sp`, `tp2-sp-dp2`.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -30,14 +31,18 @@ from tiny_models import (
     weights_on_disk,
 )
 
+from rlpost.algorithms import build_algorithm
 from rlpost.config.schema import OptimConfig
+from rlpost.data.batching import Batcher
 from rlpost.parallel import init_distributed
 from rlpost.policy import build
+from rlpost.policy.loss_scale import scale_is_settling
 from rlpost.policy.megatron import MegatronPolicy
-from rlpost.types import LossOutput, MicroBatch
+from rlpost.types import LossOutput, MicroBatch, Prompt, Sample, groups
 
 DENSE, EXPERTS = ("llama-tied", "qwen2", "qwen3"), ("qwen3-moe",)
 DEEP, ODD = ("qwen3-deep",), ("qwen3-odd",)
+UPDATES = ("ep1", "dp2", "tp2", "pp2-dp2")
 OVERLAP = ("dp2", "ep2", "pp2-vpp2", "pp2-dp2", "tp2-sp-ep1")
 KINDS = DENSE + EXPERTS + DEEP + ODD
 # Very unequal shares of two or four ranks: a few tokens, many, and only one-token responses.
@@ -45,6 +50,7 @@ SHARES = [[(3, 4), (1, 1)], [(5, 60), (12, 33), (2, 30)], [(9, 4), (6, 6), (4, 1
 
 
 FIELDS = {"tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "cp": "context", "ep": "expert"}
+FIELDS |= {"etp": "expert_tensor"}
 
 
 def parallel(layout: str) -> dict:
@@ -268,12 +274,76 @@ def check_overlap(path: Path, layout: str) -> dict:
     }
 
 
-def check_bf16(path: Path, layout: str) -> dict:
-    policy, oracle = make_policy(path, dtype="bf16", **parallel(layout)), Oracle(path)
-    shares = sequences_of(0)
-    metrics = policy.train_step(micros_of(policy, shares), policy_loss)
-    expected = oracle.step(flat(shares))
-    return {"loss": relative(metrics, {"train/loss": expected["train/loss"]})}
+def check_low_precision(path: Path, layout: str) -> dict:
+    """A step in bf16 and one in fp16, here after one in which the last rank's losses, a hundred million times as large,
+    overflow fp16."""
+    shares, result = sequences_of(0), {}
+    expected = Oracle(path).step(flat(shares))
+    for dtype in ("bf16", "fp16"):
+        policy = make_policy(path, dtype=dtype, **parallel(layout))
+        if dtype == "fp16":
+            factor = 1e8 if policy.mesh.dp.rank == policy.mesh.dp.size - 1 else 1.0
+
+            def huge(head, micro, factor=factor) -> LossOutput:
+                return LossOutput(policy_loss(head, micro).loss_N * factor)
+
+            overflow = policy.train_step(micros_of(policy, shares), huge)
+            settling = scale_is_settling(overflow, "train")
+            result["overflow"] = [overflow["train/skipped"], overflow["train/loss_scale"], settling]
+        metrics = policy.train_step(micros_of(policy, shares), policy_loss)
+        distances = [relative(metrics, {name: expected[name]}) for name in ("train/loss", "train/grad_norm")]
+        result[dtype] = [metrics["train/skipped"], metrics.get("train/loss_scale"), *distances]
+    return result
+
+
+def check_updates(path: Path, layout: str) -> dict:
+    """One and two updates of a rollout, as the batcher cuts them, in small and in large micro-batches."""
+    sequences, result = flat(sequences_of(0)), {}
+    for updates in (1, 2):
+        oracle = Oracle(path)
+        for max_tokens in (24, 10_000):
+            policy = make_policy(path, **parallel(layout))
+            batcher = Batcher(
+                build_algorithm({"name": "grpo"}),
+                updates_per_rollout=updates,
+                max_tokens=max_tokens,
+                max_response_tokens=64,
+                dp_rank=policy.mesh.dp.rank,
+                dp_size=policy.mesh.dp.size,
+            )
+            everybody = samples_of(sequences)
+            whole = groups(everybody)
+            steps = batcher.updates(everybody)
+            cuts = [round(i * len(whole) / updates) for i in range(updates + 1)]
+            metrics = [policy.train_step(batcher.pack(update), policy_loss) for update in steps]
+            if max_tokens == 24:
+                of_updates = [[s.index for g in whole[a:b] for s in g] for a, b in itertools.pairwise(cuts)]
+                expected = [oracle.step([sequences[i] for i in indices]) for indices in of_updates]
+            result[f"{updates} of {max_tokens}"] = {
+                "updates": len(steps),
+                "micro_batches": min(update.micro_batches for update in steps),
+                "metrics": max(relative(*pair) for pair in zip(metrics, expected, strict=True)),
+                "weights": largest_difference(policy.hf_tensors(), oracle.weights()),
+            }
+    return result
+
+
+def samples_of(sequences: list[dict]) -> list[Sample]:
+    """In groups of two."""
+    found = []
+    for i, sequence in enumerate(sequences):
+        prompt, response = sequence["ids"].tensor_split([int(sequence["prompt"])])
+        found.append(
+            Sample(
+                Prompt(i, [], prompt.tolist()),
+                group_id=i // 2,
+                index=i,
+                response_ids=response.tolist(),
+                loss_mask=sequence["loss_mask"].int().tolist(),
+                tokens={"advantages": sequence["advantages"]},
+            )
+        )
+    return found
 
 
 def main() -> None:
@@ -294,11 +364,13 @@ def main() -> None:
             results[f"overlap/{layout}"] = check_overlap(models[kinds[-1]], layout)
         results[f"skip/{layout}"] = check_skip(models[kinds[0]], layout)
         results[f"average/{layout}"] = check_average(models[kinds[-1]], layout)
-        results[f"bf16/{layout}"] = check_bf16(models[kinds[-1]], layout)
+        results[f"low/{layout}"] = check_low_precision(models[kinds[-1]], layout)
+        if layout in UPDATES:
+            results[f"updates/{layout}"] = check_updates(models[kinds[-1]], layout)
     if "dp2" in layouts:
         results["reshard/dp2"] = check_reshard(models["qwen2"], "dp2", ("tp2", "tp2-sp", "pp2", "cp2"), directory)
     if "ep2" in layouts:
-        others = ("ep1-dp2", "tp2-sp-ep1", "tp2-sp-ep2", "pp2-ep1")
+        others = ("ep1-dp2", "tp2-sp-ep1", "tp2-sp-ep2", "pp2-ep1", "ep1-etp2")
         results["reshard/ep2"] = check_reshard(models["qwen3-moe"], "ep2", others, directory)
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, results)

@@ -6,7 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 from launch import run_ranks
-from policy_cuts_worker import KINDS, OVERLAP, flat, has_critic, kinds_of, policy_loss, sequences_of, steps_only
+from policy_cuts_worker import (
+    KINDS,
+    OVERLAP,
+    UPDATES,
+    flat,
+    has_critic,
+    kinds_of,
+    policy_loss,
+    sequences_of,
+    steps_only,
+)
 from tiny_critic import save_critic
 from tiny_models import OPTIM, largest_difference, make_policy, pack, save_model, token_mean
 
@@ -17,12 +27,12 @@ LAYOUTS = {
     1: ["ep1", "ep1-full"],
     2: [
         *("dp2", "tp2", "tp2-sp", "pp2", "pp2-vpp2", "cp2", "ep2", "tp2-sp-ep2", "cp2-ep2"),
-        *("ep1-dp2", "tp2-sp-ep1", "pp2-ep1", "pp2-vpp2-ep1", "cp2-ep1"),
+        *("ep1-dp2", "tp2-sp-ep1", "pp2-ep1", "pp2-vpp2-ep1", "cp2-ep1", "ep1-etp2"),
         *("pp2-odd", "tp2-sp-full", "pp2-selective", "tp2-sp-ep2-selective", "pp2-ep1-full"),
     ],
     4: [
         *("tp2-sp-dp2", "pp4", "pp4-vpp2", "pp2-dp2", "tp2-sp-pp2", "cp4", "tp2-sp-cp2"),
-        *("pp2-ep2", "tp2-sp-cp2-ep2", "tp2-sp-pp2-ep2", "pp4-ep1", "pp4-odd"),
+        *("pp2-ep2", "tp2-sp-cp2-ep2", "tp2-sp-pp2-ep2", "ep2-etp2", "tp2-sp-ep2-etp2", "pp4-ep1", "pp4-odd"),
     ],
 }
 CASES = [layout for layouts in LAYOUTS.values() for layout in layouts]
@@ -92,13 +102,29 @@ def test_an_average_of_the_masters_gathers_and_scatters_bit_exactly(layout, resu
 
 
 @pytest.mark.parametrize("layout", WHOLE_CASES)
-def test_bf16_runs(layout, results):
+def test_bf16_and_fp16_run_and_all_ranks_scale_down_together(layout, results):
     for rank in results[layout]:
-        assert rank[f"bf16/{layout}"]["loss"] < 0.02
+        got = rank[f"low/{layout}"]
+        *state, loss, grad_norm = got["bf16"]
+        assert state == [0.0, None] and loss < 0.02
+        assert got["overflow"] == [1.0, 2.0**16, True]
+        *state, loss, grad_norm = got["fp16"]
+        assert state == [0.0, 2.0**15] and loss < 5e-3 and grad_norm < 1e-2  # three more bits than bf16
+
+
+@pytest.mark.parametrize("layout", UPDATES)
+def test_one_and_two_updates_of_a_rollout_equal_plain_pytorch(layout, results):
+    for rank in results[layout]:
+        got = rank[f"updates/{layout}"]
+        assert [row["updates"] for row in got.values()] == [1, 1, 2, 2]
+        assert got["1 of 24"]["micro_batches"] > got["1 of 10000"]["micro_batches"] == 1
+        for row in got.values():
+            assert row["metrics"] <= 1e-5
+            assert row["weights"] <= 2e-6
 
 
 RESHARDED = [("dp2", other) for other in ("same-dp2", "tp2", "tp2-sp", "pp2", "cp2")]
-RESHARDED += [("ep2", other) for other in ("same-ep2", "ep1-dp2", "tp2-sp-ep1", "tp2-sp-ep2", "pp2-ep1")]
+RESHARDED += [("ep2", other) for other in ("same-ep2", "ep1-dp2", "tp2-sp-ep1", "tp2-sp-ep2", "pp2-ep1", "ep1-etp2")]
 
 
 @pytest.mark.parametrize("source, target", RESHARDED)

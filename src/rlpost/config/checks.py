@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 CHOICES = {
     "model.impl": ("auto", "local", "transformer_engine"),
-    "model.dtype": ("fp32", "bf16"),
+    "model.dtype": ("fp32", "bf16", "fp16"),
     "engine.name": ("torch", "sglang"),
-    "engine.dtype": ("auto", "fp32", "bf16"),
+    "engine.dtype": ("auto", "fp32", "bf16", "fp16"),
     "data.on_bad_row": ("error", "skip"),
     "data.on_long_prompt": ("error", "skip"),
     "data.last_batch": ("wrap", "drop", "keep"),
@@ -57,8 +57,14 @@ AT_LEAST = {
     "parallel.expert": 1,
     "optim.lr": 0,
     "optim.clip_grad": 0,
+    "optim.initial_loss_scale": 1,
+    "optim.loss_scale_window": 1,
+    "optim.loss_scale_hysteresis": 1,
     "critic.lr": 0,
     "critic.clip_grad": 0,
+    "critic.initial_loss_scale": 1,
+    "critic.loss_scale_window": 1,
+    "critic.loss_scale_hysteresis": 1,
     "critic.alone_steps": 0,
 }
 # What each phase needs to have run before it in the same step.
@@ -280,6 +286,11 @@ def _cut_mistakes(p: ParallelConfig, who: str, model: Mapping[str, Any]) -> Iter
         yield f"parallel.expert={p.expert}: {who} has no experts"
     elif experts and p.expert > 0 and experts % p.expert:
         yield f"parallel.expert={p.expert} does not divide {who}'s {experts} experts"
+    cut = p.expert_tensor or 1
+    if cut > 1 and not experts:
+        yield f"parallel.expert_tensor={cut}: {who} has no experts"
+    elif cut > 1 and (of_expert := model.get("moe_intermediate_size", model["intermediate_size"])) % cut:
+        yield f"parallel.expert_tensor={cut} does not divide the width {of_expert} of {who}'s experts"
     if experts and p.tensor > 1 and not p.sequence:
         yield f"parallel.tensor={p.tensor} needs parallel.sequence=true where {who} has experts"
     width = model.get("intermediate_size")

@@ -57,7 +57,7 @@ class DataConfig:
 class ModelConfig:
     path: str = MISSING
     impl: str = "auto"  # auto | local | transformer_engine
-    dtype: str = "fp32"  # fp32 | bf16 (with fp32 masters)
+    dtype: str = "fp32"  # fp32 | bf16 | fp16 (with a loss scale); masters are fp32
     warm_page_cache: bool = True  # one rank of each node reads the files before all map them into memory
     router_aux_loss: float = 0.0  # of a mixture of experts: times each layer's load-balancing loss, per sequence
     head_chunk_tokens: int = 0  # rows of logits alive at once; 0: chosen from the vocabulary
@@ -109,6 +109,9 @@ class OptimConfig:
     eps: float = 1e-8
     clip_grad: float = 1.0
     offload: bool = False  # the optimizer's state is on the device only while it steps
+    initial_loss_scale: float = 65536.0  # of model.dtype=fp16; see policy/loss_scale.py
+    loss_scale_window: int = 200  # steps in a row with finite gradients after which it doubles
+    loss_scale_hysteresis: int = 1  # steps with others after which each halves it
 
 
 @dataclass

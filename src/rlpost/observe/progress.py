@@ -34,6 +34,8 @@ class Progress:
         for label, name in (("reward", "rollout/reward/mean"), ("loss", "train/loss")):
             if name in metrics:
                 parts.append(f"{label} {metrics[name]:.4g}")
+        if metrics.get("train/skipped"):
+            parts.append("skipped")
         if "perf/tokens_per_s" in metrics:
             parts.append(f"{_short(metrics['perf/tokens_per_s'])} tokens/s")
         parts += [f"{took:.3g} s/step", f"ETA {duration(self._step_s * max(0, self.total - step))}"]

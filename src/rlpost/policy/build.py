@@ -45,7 +45,7 @@ if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None  # without Transformer Engine, Megatron's router asks for a name that it lacks
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def read_config(path: str | Path) -> PreTrainedConfig:
@@ -92,8 +92,10 @@ def _check_cuts(hf: PreTrainedConfig, parallel: ParallelConfig) -> None:
         raise ValueError(f"parallel.expert={parallel.expert}: the model ({hf.model_type}) has no experts")
     if experts is not None and experts % parallel.expert:
         raise ValueError(f"parallel.expert={parallel.expert} does not divide the model's {experts} experts")
-    if expert_tensor(parallel) > 1 and not torch.cuda.is_available():
-        raise ValueError(f"parallel.expert_tensor={parallel.expert_tensor} needs CUDA: gloo gathers only equal parts")
+    width = getattr(hf, "moe_intermediate_size", hf.intermediate_size)
+    if expert_tensor(parallel) > 1 and (experts is None or width % expert_tensor(parallel)):
+        what = "has no experts" if experts is None else f"has experts of width {width}, which it does not divide"
+        raise ValueError(f"parallel.expert_tensor={parallel.expert_tensor}: the model ({hf.model_type}) {what}")
     if experts is not None and parallel.tensor > 1 and not parallel.sequence:
         raise ValueError(f"experts with parallel.tensor={parallel.tensor} need parallel.sequence=true")
     virtual = virtual_stages(parallel)
@@ -130,6 +132,7 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
         tensor_model_parallel_size=parallel.tensor,
         sequence_parallel=parallel.sequence,
         pipeline_model_parallel_size=parallel.pipeline,
@@ -379,7 +382,7 @@ def build_optimizer(chunks: list[DistributedDataParallel], optim: OptimConfig) -
         adam_beta2=optim.betas[1],
         adam_eps=optim.eps,
         clip_grad=optim.clip_grad,
-        bf16=chunks[0].config.bf16,
+        bf16=chunks[0].config.bf16,  # fp16 stays off: each part would scale its loss by itself (loss_scale.py)
         params_dtype=chunks[0].config.params_dtype,
         use_distributed_optimizer=True,
     )

@@ -75,7 +75,35 @@ def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
+def _gather_unequal(original: Any) -> Any:
+    """Megatron's `_gather_along_first_dim`, which also takes parts of several lengths: gloo gathers equal ones only."""
+
+    def gather(x: torch.Tensor, group: Any, output_split_sizes: Any = None, *rest: Any) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return original(x, group, output_split_sizes, *rest)
+        longest = max(output_split_sizes)
+        parts = [x.new_empty(longest, *x.shape[1:]) for _ in output_split_sizes]
+        torch.distributed.all_gather(parts, torch.cat([x, x.new_zeros(longest - len(x), *x.shape[1:])]), group=group)
+        return torch.cat([part[:length] for part, length in zip(parts, output_split_sizes)])
+
+    return gather
+
+
+def _reduce_scatter_unequal(original: Any) -> Any:
+    """The same of `_reduce_scatter_along_first_dim`."""
+
+    def reduce_scatter(x: torch.Tensor, group: Any, input_split_sizes: Any = None, *rest: Any) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return original(x, group, input_split_sizes, *rest)
+        total = x.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total.split(input_split_sizes)[group.rank()].contiguous()
+
+    return reduce_scatter
+
+
 def _replacements() -> list[tuple[Any, str, Any]]:
+    from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -89,6 +117,12 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (torch.cuda, "manual_seed", torch.manual_seed),
         (token_dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", _NoStream()),
         (token_dispatcher, "maybe_move_tensor_to_cpu", _on_host),
+        (mappings, "_gather_along_first_dim", _gather_unequal(mappings._gather_along_first_dim)),
+        (
+            mappings,
+            "_reduce_scatter_along_first_dim",
+            _reduce_scatter_unequal(mappings._reduce_scatter_along_first_dim),
+        ),
         (megatron_random, "_get_cuda_rng_state", _get_rng_state),
         (megatron_random, "_set_cuda_rng_state", _set_rng_state),
     ]

@@ -26,11 +26,12 @@ from rlpost.policy.build import DTYPES, build_model, build_optimizer, make_map, 
 from rlpost.policy.cpu import megatron_device
 from rlpost.policy.hf_io import SafetensorsReader, warm_page_cache
 from rlpost.policy.logits import Head
+from rlpost.policy.loss_scale import LossScale
 from rlpost.policy.optimizer import GetTensor, MasterShards, learning_rate
 from rlpost.policy.overlap import finish_gathers, reduce_at_the_last_micro_batch, untouched
 from rlpost.policy.pool import MetricPool
 from rlpost.policy.protocol import StateKind
-from rlpost.policy.tokens import LocalTokens, local_tokens
+from rlpost.policy.tokens import LocalTokens, filler, local_tokens
 from rlpost.policy.value_head import ValueHead, with_initial_head
 from rlpost.residents import Moved
 from rlpost.types import LossFn, MicroBatch
@@ -90,7 +91,7 @@ class MegatronModel:
         self._require("weights")
         if not micros:
             raise ValueError("a step needs at least one micro-batch on every rank; a filler will do")
-        fillers = [_filler()] * (-len(micros) % self.micro_batch_multiple)
+        fillers = [filler()] * (-len(micros) % self.micro_batch_multiple)
         multiple = self.mesh.tp.size if self._sequence_parallel else 1
         longest = 0
         if len(self._chunks) > 1:
@@ -252,6 +253,7 @@ class MegatronPolicy(MegatronModel):
         self._updates = 0  # those that moved the weights, for Adam's bias correction
         with megatron_device():
             self._optimizer = build_optimizer(self._chunks, optim)
+            self._loss_scale = LossScale(self._chunks, optim)
             self._shards = MasterShards(self._chunks, self._optimizer, self._map, self.mesh)
         buffers = [b for chunk in self._chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         self.residents["gradients"] = Moved("its gradients", lambda: [b.grad_data for b in buffers], keep=False)
@@ -309,22 +311,24 @@ class MegatronPolicy(MegatronModel):
             "train/grad_norm": grad_norm,
             "train/lr": rate,
             "train/skipped": float(not moved),
+            **self._loss_scale.after_step(moved),
         }
 
     def _update(self, rate: float) -> tuple[float, bool]:
-        """Clip and step; nothing moves where the gradient norm, which all ranks share, is not finite."""
+        """Unscale, clip and step; nothing moves where the gradient norm, which all ranks share, is not finite."""
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.prepare_grads()
-        grad_norm = float(self._optimizer.get_grad_norm())
+        factor = 1 / self._loss_scale.value
+        grad_norm = float(self._optimizer.get_grad_norm()) * factor
         if not math.isfinite(grad_norm):
             return grad_norm, False
         if self.optim.clip_grad > 0:
-            scale = self.optim.clip_grad / (grad_norm + 1e-6)
-            if scale < 1:
-                parts = self._optimizer.chained_optimizers
-                gradients = [p.grad for part in parts for p in part.get_parameters() if p.grad is not None]
-                torch._foreach_mul_(gradients, scale)
+            factor *= min(1.0, self.optim.clip_grad / (grad_norm + 1e-6))
+        if factor < 1:
+            parts = self._optimizer.chained_optimizers
+            gradients = [p.grad for part in parts for p in part.get_parameters() if p.grad is not None]
+            torch._foreach_mul_(gradients, factor)
         self._optimizer.step_with_ready_grads()
         return grad_norm, True
 
@@ -397,16 +401,11 @@ class MegatronPolicy(MegatronModel):
         if kind == "master":
             self.sync_from_masters()
 
-    def optimizer_scalars(self) -> dict[str, int]:
-        """What the state has beside tensors: `updates` that moved the weights, `calls` of train_step."""
-        return {"updates": self._updates, "calls": self._calls}
+    def optimizer_scalars(self) -> dict[str, float]:
+        """What the state has beside tensors: `updates` that moved the weights, `calls` of train_step, loss scale."""
+        return {"updates": self._updates, "calls": self._calls, **self._loss_scale.state()}
 
-    def load_optimizer_scalars(self, scalars: dict[str, int]) -> None:
+    def load_optimizer_scalars(self, scalars: dict[str, float]) -> None:
+        self._loss_scale.load(scalars)
         self._updates, self._calls = scalars["updates"], scalars["calls"]
         self._shards.set_step(self._updates)
-
-
-def _filler() -> MicroBatch:
-    """One token from which nothing is predicted."""
-    one, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
-    return MicroBatch(one, one, torch.tensor([0, 1], dtype=torch.int32), 1, none, none, none, samples=[])

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from rlpost.data.packing import assign
+from rlpost.types import MicroBatch
 
 if TYPE_CHECKING:
     from rlpost.parallel import Axis
-    from rlpost.types import MicroBatch
 
 
 @dataclass
@@ -50,6 +50,12 @@ class LocalTokens:
         names = [name for name, v in vars(self).items() if isinstance(v, Tensor) and name != "place_M"]
         moved = {name: getattr(self, name).to(device) for name in names}
         return replace(self, **moved)
+
+
+def filler() -> MicroBatch:
+    """One token from which nothing is predicted."""
+    one, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+    return MicroBatch(one, one, torch.tensor([0, 1], dtype=torch.int32), 1, none, none, none, samples=[])
 
 
 def take_rows(micro: MicroBatch, rows_R: Tensor) -> MicroBatch:
