@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,6 +121,8 @@ class Rooms:
     def close(self) -> None:
         if self.engine.started:
             self.engine.close()
+        if self.teacher is not None:
+            self.teacher.close()
         self.observer.close()
 
 
@@ -178,7 +181,17 @@ def assemble(
             recompute=config.train.recompute,
             overlap=config.train.overlap,
         )
-    engine = build_engine(config.engine, config.model.path, dtype=engine_dtype(config), seed=seed + agreement.rank)
+    new_engine = partial(
+        build_engine, config.engine, config.model.path, dtype=engine_dtype(config), seed=seed + agreement.rank
+    )
+    engine = new_engine()
+    publisher = Publisher(
+        policy,
+        engine,
+        bucket_bytes=config.publish.bucket_bytes,
+        verify=config.publish.verify,
+        retries=config.publish.retries,
+    )
     snapshots = SnapshotStore(policy.masters, policy.sync_from_masters)
     if "reference_logprobs" in algorithm.needs:
         snapshots.save(REFERENCE)
@@ -192,7 +205,7 @@ def assemble(
     )
     teacher = None
     if teacher_config is not None:
-        teacher = build_teacher(teacher_config, config, policy, snapshots, batcher)
+        teacher = build_teacher(teacher_config, config, policy, snapshots, batcher, publisher, engine, new_engine)
     observer = Observer(config, directory, rank=agreement.rank, steps_done=steps_done)
     return Rooms(
         config=config,
@@ -211,13 +224,7 @@ def assemble(
         snapshots=snapshots,
         batcher=batcher,
         engine=engine,
-        publisher=Publisher(
-            policy,
-            engine,
-            bucket_bytes=config.publish.bucket_bytes,
-            verify=config.publish.verify,
-            retries=config.publish.retries,
-        ),
+        publisher=publisher,
         sampler=Sampler(
             engine,
             tokenizer,

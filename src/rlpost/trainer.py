@@ -295,6 +295,7 @@ class Trainer:
         self._finish(work)
 
     def _teach(self, work: StepWork) -> None:
+        work.metrics |= self.rooms.teacher.serve()
         for update in work.updates:
             for name, count in self.rooms.teacher.score(update).items():
                 work.metrics[name] = work.metrics.get(name, 0.0) + count
@@ -345,7 +346,7 @@ class Trainer:
         work.metrics |= teacher_distance(self.rooms)
 
     def _publish(self, work: StepWork) -> None:
-        if not work.moved and self.rooms.engine.serving:
+        if not work.moved and self._policy_serves():
             self._published_at = self.step_number + 1  # what is served is still the policy
             return
         self._publish_now(self.step_number + 1, work.metrics)
@@ -364,6 +365,12 @@ class Trainer:
         metrics |= self.rooms.publisher.publish()
         self.rooms.canary.published()
         self._published_at = step
+        if self.rooms.teacher is not None:
+            metrics |= self.rooms.teacher.publish()
+
+    def _policy_serves(self) -> bool:
+        """The engine has the policy's weights: it did not sleep since, and no teacher has taken its turn."""
+        return self.rooms.engine.serving and self.rooms.publisher.served is self.rooms.policy
 
     def _serve(self) -> None:
         """Ready to sample outside the phases."""
@@ -376,8 +383,9 @@ class Trainer:
         self.rooms.machine.bring(*(name for name in TRAINED if name in self.rooms.machine.residents))
 
     def _ensure_published(self) -> None:
-        """An engine never serves before its first commit, nor an older policy than the trainer's."""
-        if self._published_at != self.step_number or not self.rooms.engine.serving:
+        """An engine never serves before its first commit, nor other weights than the trainer's policy: neither older
+        ones nor a teacher's."""
+        if self._published_at != self.step_number or not self._policy_serves():
             self.rooms.machine.move(["policy.weights", "engine.weights"])
             self._publish_now(self.step_number, {})
 

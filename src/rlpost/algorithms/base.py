@@ -48,6 +48,16 @@ class Algorithm:
         return 0
 
     @property
+    def teacher_top_k(self) -> int:
+        """The teacher's own likeliest ids, so many for each position, are all that this configuration uses of its
+        distribution; 0: it uses none of it, or more (`beyond_lists`)."""
+        return 0
+
+    def beyond_lists(self) -> Iterator[str]:
+        """Each setting for which the lists of `teacher_top_k` ids are not enough, as `algorithm.field=value`."""
+        yield from ()
+
+    @property
     def group_relative(self) -> bool:
         """Whether a group of one sample could teach nothing."""
         return False

@@ -59,6 +59,14 @@ class Blend(Algorithm):
         return max(part.top_k_needed for part in self.parts)
 
     @property
+    def teacher_top_k(self) -> int:
+        return max(part.teacher_top_k for part in self.parts)
+
+    def beyond_lists(self) -> Iterator[str]:
+        for name, part in zip(("grpo", "sdpo"), self.parts):
+            yield from (setting.replace("algorithm", f"algorithm.{name}", 1) for setting in part.beyond_lists())
+
+    @property
     def reference_every(self) -> int | None:
         return self.parts[0].reference_every
 

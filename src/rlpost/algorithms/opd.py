@@ -55,6 +55,14 @@ class OPD(SDPO):
     def top_k_needed(self) -> int:
         return 0 if self.advantage_coef else super().top_k_needed
 
+    @property
+    def teacher_top_k(self) -> int:
+        return 0 if self.advantage_coef else super().teacher_top_k
+
+    def beyond_lists(self) -> Iterator[str]:
+        if not self.advantage_coef:
+            yield from super().beyond_lists()
+
     def loss(self, head: Head, micro: MicroBatch) -> LossOutput:
         if self.advantage_coef:
             return self._advantage_loss(head, micro)

@@ -82,6 +82,18 @@ class SDPO(CorrectedAlgorithm):
     def top_k_needed(self) -> int:
         return self.top_k if self.mode == "topk" else 0
 
+    @property
+    def teacher_top_k(self) -> int:
+        return self.top_k if self.mode == "topk" and not list(self.beyond_lists()) else 0
+
+    def beyond_lists(self) -> Iterator[str]:
+        if self.mode == "full":
+            yield "algorithm.mode=full"
+        if self.mode == "topk" and self.top_k_ids != "teacher":
+            yield f"algorithm.top_k_ids={self.top_k_ids}"
+        if self.entropy_gate is not None:
+            yield f"algorithm.entropy_gate={self.entropy_gate}"
+
     def prepare(self, samples: Sequence[Sample]) -> dict[str, float]:
         super().prepare(samples)
         live = taught = 0
@@ -150,7 +162,8 @@ class SDPO(CorrectedAlgorithm):
             teacher_NK = _required(targets, "algorithm.top_k_ids=student").logprobs_at(out.topk_ids_NK)
             return out.topk_logprobs_NK, teacher_NK, out, None
         if "teacher_topk_ids" in micro.fields:
-            ids_NK, teacher_NK = micro.fields["teacher_topk_ids"], micro.fields["teacher_topk_logprobs"]
+            lists = (micro.fields[f"teacher_topk_{name}"] for name in ("ids", "logprobs"))
+            ids_NK, teacher_NK = (rows[:, : self.top_k] for rows in lists)
         else:
             ids_NK, teacher_NK = _required(targets, f"algorithm.top_k_ids={self.top_k_ids}").topk(self.top_k)
         if self.top_k_ids == "teacher":

@@ -164,6 +164,8 @@ def _algorithm_mistakes(config: Config, algorithm: Algorithm, objects: Mapping[s
             )
         elif config.teacher.get("url") is not None:
             yield from _url_mistakes(config, algorithm)
+        elif config.teacher.get("backend") == "engine":
+            yield from _engine_teacher_mistakes(config, algorithm)
         if config.feedback is None and "feedback" not in objects:
             yield f"algorithm.name={algorithm.name} needs feedback: choose one of feedback=sdpo, golden, opsd, opd"
     elif config.teacher is not None:
@@ -184,6 +186,31 @@ def _url_mistakes(config: Config, algorithm: Algorithm) -> Iterator[str]:
         )
     if config.rollout.temperature != 1:
         yield f"{url} needs rollout.temperature=1, not {config.rollout.temperature}: servers score at temperature 1"
+
+
+def _engine_teacher_mistakes(config: Config, algorithm: Algorithm) -> Iterator[str]:
+    """An engine tells the sampled tokens' log-probs and its own likeliest ids', of a model of the student's shape."""
+    from rlpost.teacher import shape_differences
+
+    backend = "teacher.backend=engine"
+    if settings := list(algorithm.beyond_lists()):
+        yield (
+            f"{', '.join(settings)} is not allowed with {backend}: an engine tells the log-probs of the sampled tokens "
+            "and of its own likeliest ids; choose mode=topk with top_k_ids=teacher and without entropy_gate, "
+            "mode=sampled with alpha=1, or teacher.backend=swap"
+        )
+    if config.engine.name == "sglang" and config.rollout.temperature != 1:
+        yield (
+            f"rollout.temperature={config.rollout.temperature} is not allowed with {backend} and engine.name=sglang, "
+            "which scores at temperature 1; choose rollout.temperature=1, or teacher.backend=swap"
+        )
+    directory = config.teacher.get("model")
+    both_here = directory and _model_config(directory) and _model_config(config.model.path)
+    if both_here and (differences := shape_differences(directory, config.model.path)):
+        yield (
+            f"teacher.model={directory} is not allowed with {backend}, as its shape is another than the student's: "
+            f"{'; '.join(differences)}; choose teacher.backend=swap"
+        )
 
 
 def _critic_mistakes(config: Config, algorithm: Algorithm) -> Iterator[str]:

@@ -215,7 +215,7 @@ class MasterShards:
     def _over_data_parallel(self, parameter: _Parameter, shards: dict[str, Tensor]) -> Tensor:
         shape, axis = parameter.parameter.shape, parameter.axis
         if axis.size == 1:
-            return shards[parameter.name].view(shape)
+            return shards[parameter.name].to(device()).view(shape)  # a snapshot's lie in host memory
         flat = torch.empty(shape.numel(), dtype=torch.float32, device=parameter.parameter.device)
         for rank in range(axis.size):
             begin, end = parameter.range_of(rank)

@@ -72,6 +72,7 @@ class PromptScore:
     logprobs: Tensor  # float32 [R]
     topk_ids: Tensor | None = None  # int64 [R, K], most likely first
     topk_logprobs: Tensor | None = None  # float32 [R, K], normalised over the whole vocabulary
+    version: int = 0  # of the weights that scored it
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rlpost.policy.frozen import FrozenModel
 from rlpost.policy.hf_io import SafetensorsReader
 from rlpost.teacher.config import TeacherConfig, shape_differences
+from rlpost.teacher.engine import EngineTeacher, OwnEngineTeacher
 from rlpost.teacher.local import LocalTeacher
 from rlpost.teacher.remote import RemoteTeacher
+from rlpost.teacher.weights import SnapshotWeights
+from rlpost.weights.publish import Publisher
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
     from rlpost.config.schema import Config
     from rlpost.data.batching import Batcher
     from rlpost.policy.megatron import MegatronPolicy
+    from rlpost.rollout.engine import Engine
     from rlpost.teacher.protocol import Teacher
     from rlpost.weights.snapshots import SnapshotStore
 
@@ -25,15 +30,43 @@ log = logging.getLogger(__name__)
 
 
 def build_teacher(
-    teacher: TeacherConfig, config: Config, policy: MegatronPolicy, snapshots: SnapshotStore, batcher: Batcher
+    teacher: TeacherConfig,
+    config: Config,
+    policy: MegatronPolicy,
+    snapshots: SnapshotStore,
+    batcher: Batcher,
+    publisher: Publisher,
+    engine: Engine,
+    new_engine: Callable[[], Engine],
 ) -> Teacher:
-    """Collective. Raises ValueError for a checkpoint that the layout of `config.parallel` cannot cut."""
+    """publisher, engine: the student's. new_engine: another one like it, not started. Collective.
+
+    Raises ValueError for a checkpoint that the layout of `config.parallel` cannot cut.
+    """
     if teacher.url is not None:
         return RemoteTeacher(teacher, policy.mesh)
 
     def read_weights(path: str) -> dict[str, Tensor]:
         return policy.scatter_masters(SafetensorsReader(path).get)
 
+    if teacher.backend == "engine":
+        weights = SnapshotWeights(policy.gather_masters, snapshots)
+        kind = EngineTeacher
+        if teacher.engine == "own":
+            kind, engine = OwnEngineTeacher, new_engine()
+            settings = {name: getattr(publisher, name) for name in ("bucket_bytes", "verify", "retries")}
+            publisher = Publisher(weights, engine, **settings)
+        return kind(
+            teacher,
+            policy,
+            snapshots,
+            read_weights,
+            weights,
+            publisher,
+            engine,
+            top_k=batcher.algorithm.teacher_top_k,
+            engine_ranks=config.engine.tensor_parallel,
+        )
     models = {}
     for source, directory in teacher.external().items():
         if differences := shape_differences(directory, config.model.path):

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from rlpost.types import Prompt
 
+BACKENDS = ("swap", "engine")
+SLOTS = ("own", "shared")
 UPDATES = ("static", "ema", "trust_region", "periodic")
 APIS = ("sglang", "vllm")
 # What two models must share to run with each other's weights; one that differs gets a model of its own.
@@ -42,8 +44,10 @@ class TeacherConfig:
     under the teacher's prompt, (1 − student_share)·reference + student_share·student.
 
     model: a Hugging Face directory with the student's tokenizer. models: {source: directory}; a sample's
-    `metadata.source` says who teaches it. backend: swap, the trainer's own model with the teacher's weights; a
-    checkpoint of another shape gets a model of its own.
+    `metadata.source` says who teaches it. backend: swap, the trainer's own model with the teacher's weights (a
+    checkpoint of another shape gets a model of its own); or engine, an inference engine on each rank, which tells the
+    log-probs of the sampled tokens and of the teacher's own top-k ids. engine: which one: the teacher's `own`, of the
+    same kind and settings as the student's, or the student's, `shared` in turns.
 
     url: a server that scores the sampled tokens alone. api: sglang (`/generate`) or vllm (`/v1/completions` with
     `prompt_logprobs`). served_model: its name there, null for the only one. api_key_env: the environment variable that
@@ -61,6 +65,7 @@ class TeacherConfig:
     model: str | None = None
     models: Mapping[str, str] | None = None
     backend: str = "swap"
+    engine: str = "own"
     url: str | None = None
     api: str = "sglang"
     served_model: str | None = None
@@ -82,7 +87,8 @@ class TeacherConfig:
         for name, allowed in (
             ("update", UPDATES),
             ("every", ("step", "batch")),
-            ("backend", ("swap",)),
+            ("backend", BACKENDS),
+            ("engine", SLOTS),
             ("api", APIS),
         ):
             if getattr(self, name) not in allowed:
@@ -104,7 +110,25 @@ class TeacherConfig:
                 f"teacher.update={self.update} is not allowed with teacher.{given[0]}: another model's weights are no "
                 "average of the student's; choose teacher.update=static"
             )
+        yield from self._engine_mistakes()
         yield from self._server_mistakes()
+
+    def _engine_mistakes(self) -> Iterator[str]:
+        if self.backend != "engine":
+            if self.engine != "own":
+                yield f"teacher.engine={self.engine} has no use with teacher.backend={self.backend}; it needs engine"
+            return
+        if self.update == "trust_region":
+            yield (
+                "teacher.update=trust_region is not allowed with teacher.backend=engine: it mixes logits, of which an "
+                "engine tells none; choose teacher.backend=swap, or another update"
+            )
+        for name in ("models", "url"):
+            if getattr(self, name) is not None:
+                yield (
+                    f"teacher.{name}={getattr(self, name)} is not allowed with teacher.backend=engine, which holds one "
+                    "teacher's weights; choose teacher.backend=swap"
+                )
 
     def _server_mistakes(self) -> Iterator[str]:
         if self.url is not None and not str(self.url).startswith(("http://", "https://")):

@@ -13,6 +13,7 @@ import torch
 from rlpost.data.batching import write_back
 from rlpost.policy.logits import Head, teacher_fields
 from rlpost.teacher.config import TeacherConfig
+from rlpost.teacher.weights import SnapshotTeacher, tag_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,15 +25,13 @@ if TYPE_CHECKING:
     from rlpost.types import MicroBatch
     from rlpost.weights.snapshots import SnapshotStore
 
-TAG = "teacher"
 
-
-class LocalTeacher:
+class LocalTeacher(SnapshotTeacher):
     """Scores with the trainer's own model, which holds the teacher's weights meanwhile, or with a model of the
     teacher's own where it has another shape.
 
-    read_weights: a directory's weights as the snapshot store keeps them (`Policy.masters`). models: source (None: any)
-    → the model of a teacher of another shape. Collective.
+    read_weights: see `SnapshotTeacher`. models: source (None: any) → the model of a teacher of another shape.
+    Collective.
     """
 
     def __init__(
@@ -44,23 +43,10 @@ class LocalTeacher:
         read_weights: Callable[[str], Mapping[str, Tensor]],
         models: Mapping[str | None, FrozenModel] = MappingProxyType({}),
     ):
-        self.config, self.policy, self.snapshots = config, policy, snapshots
-        self.batcher, self.models = batcher, models
-        self.batches = 0  # that moved the student
+        super().__init__(config, snapshots, read_weights, apart=models)
+        self.policy, self.batcher, self.models = policy, batcher, models
         self.head: Tensor | None = None  # the teacher's output head [V / TP, H] as of the last score, on the last stage
         self.blank: dict[str, Tensor] = {}  # one row [1, …] of zeros for each field of `score`
-        external = config.external()
-        self.sources: list[str | None] = list(external) or [None]
-        for source, directory in external.items():
-            if source not in models:
-                snapshots.put(_tag(source), read_weights(directory))
-        if not external:
-            snapshots.save(TAG)
-
-    @property
-    def own_tag(self) -> str | None:
-        """The snapshot that began as the student, None for external teachers."""
-        return None if self.config.external() else TAG
 
     def residents(self) -> list[Moved]:
         return [model.residents["weights"] for model in self.models.values()]
@@ -88,7 +74,7 @@ class LocalTeacher:
         if source in self.models:
             self._keep(micros, self.models[source].score(micros, teacher_fields))
             return self.models[source].head_weight()
-        with self.snapshots.swap(_tag(source)):
+        with self.snapshots.swap(tag_of(source)):
             results = self.policy.score(micros, teacher_fields)
             head = self._head()
         self._keep(micros, results)
@@ -135,26 +121,3 @@ class LocalTeacher:
 
         micros = self.batcher.pack(update, use="teacher", defaults=self.blank)
         self._keep(micros, self.policy.score(micros, mixed))
-
-    def after_optimizer_step(self) -> None:
-        if self.config.update == "ema" and self.config.every == "step":
-            self.snapshots.ema("student", TAG, self.config.alpha)
-
-    def after_batch(self) -> None:
-        self.batches += 1
-        if self.config.update == "ema" and self.config.every == "batch":
-            self.snapshots.ema("student", TAG, self.config.alpha)
-        elif self.config.update == "periodic" and self.batches % self.config.interval == 0:
-            self.snapshots.save(TAG)
-
-    def state_dict(self) -> dict[str, int]:
-        """Beside the snapshots, which the checkpoint holds in any case."""
-        return {"batches": self.batches}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.batches = state["batches"]
-
-
-def _tag(source: str | None) -> str:
-    """The snapshot of this source's teacher."""
-    return TAG if source is None else f"{TAG}.{source}"

@@ -14,8 +14,18 @@ if TYPE_CHECKING:
 
 class Teacher(Protocol):
     head: Tensor | None  # the output head [V / TP, H] beside `teacher_hidden`; None without hidden states
-    blank: dict[str, Tensor]  # one row [1, …] of zeros for each field that `score` sets
+    blank: dict[str, Tensor]  # one row [1, …] for each field that `score` sets, of a sample that it did not score
     own_tag: str | None  # the snapshot that began as the student, None for other models
+
+    def publish(self) -> dict[str, float]:
+        """The student was just published: bring what moved to an engine of the teacher's own. Metrics of what was
+        done. Collective."""
+        ...
+
+    def serve(self) -> dict[str, float]:
+        """Before the scoring of a step: be ready, also on an engine that others use meanwhile. Metrics of what was
+        done. Collective."""
+        ...
 
     def score(self, update: Update) -> dict[str, float]:
         """Sets teacher_logprobs [R], and what else it knows, in `sample.tokens` of every sample of this rank that has a
@@ -30,6 +40,10 @@ class Teacher(Protocol):
 
     def after_batch(self) -> None:
         """Some optimizer step of the rollout batch moved the student."""
+
+    def close(self) -> None:
+        """Give back what runs."""
+        ...
 
     def state_dict(self) -> dict[str, Any]: ...
 

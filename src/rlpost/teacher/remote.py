@@ -11,6 +11,7 @@ from rlpost.losses.distill import LOGP_FLOOR
 from rlpost.parallel import all_gather_objects
 from rlpost.teacher.client import ScoringClient, TeacherServerError
 from rlpost.teacher.config import TeacherConfig
+from rlpost.teacher.payloads import Payload, count_payloads, use_payloads
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +36,7 @@ class RemoteTeacher:
     def score(self, update: Update) -> dict[str, float]:
         """Sets teacher_logprobs [R]. A sequence whose answer cannot be used gets distill_mask 0 and is counted.
 
-        Raises TeacherServerError, on all ranks alike, where a server does not answer, or where more than
+        Raises, on all ranks alike, TeacherServerError where a server does not answer, and PayloadError where more than
         `max_bad_payload_fraction` of all ranks' sequences are bad. Collective.
         """
         taught = [sample for sample in update.samples if sample.distill_mask > 0]
@@ -45,19 +46,9 @@ class RemoteTeacher:
         for _, error in heard.values():
             if error is not None:
                 raise TeacherServerError(error)
-        for sample, row in zip(taught, heard[self.mesh.dp.rank][0], strict=True):
-            if isinstance(row, str):
-                sample.tokens["distill_mask"] = torch.zeros(len(sample.response_ids))
-                row = [0.0] * len(sample.response_ids)
-            sample.tokens["teacher_logprobs"] = torch.tensor(row, dtype=torch.float32).clamp_min(LOGP_FLOOR)
+        use_payloads(taught, [_payload(row) for row in heard[self.mesh.dp.rank][0]], self.blank)
         everything = [row for rows, _ in heard.values() for row in rows]
-        bad = [row for row in everything if isinstance(row, str)]
-        if len(bad) > self.config.max_bad_payload_fraction * len(everything):
-            raise TeacherServerError(
-                f"teacher.url={self.config.url}: {len(bad)} of {len(everything)} sequences have no usable scores "
-                f"(teacher.max_bad_payload_fraction={self.config.max_bad_payload_fraction}); the first: {bad[0]}"
-            )
-        return {"teacher/scored_sequences": float(len(everything)), "teacher/bad_payloads": float(len(bad))}
+        return count_payloads(everything, self.config.max_bad_payload_fraction, f"teacher.url={self.config.url}")
 
     def residents(self) -> list[Moved]:
         return []
@@ -70,6 +61,15 @@ class RemoteTeacher:
         except TeacherServerError as error:
             return [], str(error)
 
+    def publish(self) -> dict[str, float]:
+        return {}
+
+    def serve(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        """A server is nobody's of this job."""
+
     def after_optimizer_step(self) -> None:
         """A server's weights do not move."""
 
@@ -81,3 +81,9 @@ class RemoteTeacher:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Nothing is kept."""
+
+
+def _payload(row: list[float] | str) -> Payload:
+    if isinstance(row, str):
+        return row
+    return {"teacher_logprobs": torch.tensor(row, dtype=torch.float32).clamp_min(LOGP_FLOOR)}

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rlpost.parallel import all_gather_objects, gloo_group
-from rlpost.policy.protocol import Policy
 from rlpost.rollout.engine import Engine
 from rlpost.weights.buckets import iter_buckets, tensor_digest
 
@@ -27,6 +26,14 @@ class PublishError(RuntimeError):
     sent, all engines stay paused."""
 
 
+class WeightSource(Protocol):
+    """What has weights to publish: the policy, or a teacher."""
+
+    def hf_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """See `Policy.hf_tensors`."""
+        ...
+
+
 class Publisher:
     """Sends the policy's weights to the engines of this rank.
 
@@ -36,12 +43,12 @@ class Publisher:
     Every rank builds a Publisher and calls `publish` at the same points.
 
     Attributes: version, the last committed one; named, the version that the policy's weights last had, also before a
-    resumed run has published them.
+    resumed run has published them; served, whose weights the engines were last given, None where that failed.
     """
 
     def __init__(
         self,
-        policy: Policy,
+        policy: WeightSource,
         engines: Engine | Sequence[Engine],
         *,
         bucket_bytes: int = 512 * 2**20,
@@ -56,6 +63,7 @@ class Publisher:
         self.engines = list(engines) if isinstance(engines, Sequence) else [engines]
         self.bucket_bytes, self.verify, self.retries = bucket_bytes, verify, retries
         self.version = self.named = 0
+        self.served: WeightSource | None = None
         self._checked = self._verified = False
         # Agreement must not share a group with the policy's collectives, nor need a GPU.
         self._group = gloo_group() if dist.is_initialized() and dist.get_world_size() > 1 else None
@@ -64,8 +72,11 @@ class Publisher:
         """Before the first publish of a resumed run, which brings the very weights that this version already named."""
         self.version, self.named = max(0, version - 1), version
 
-    def publish(self) -> dict[str, float]:
+    def publish(self, source: WeightSource | None = None) -> dict[str, float]:
         """Pause all engines, send every tensor, and commit `version + 1` everywhere. Collective.
+
+        source: whose weights, those of the policy by default. Others, with the same names and shapes, take the next
+        version as well, so that no version ever means two sets of weights.
 
         Returns `publish/seconds`, `publish/bytes` (sent to this rank's engines) and `publish/version`.
         Raises PublishError, the same on every rank, where names, shapes or dtypes do not fit (before anything is sent)
@@ -76,22 +87,25 @@ class Publisher:
             self._dtype = self._common_dtype()
             self._together("match the weights", self._compare_names)
             self._checked = True
+        self.served, source = None, self.policy if source is None else source
         for attempt in range(self.retries + 1):
             try:
-                sent = self._attempt(self.version + 1)
+                sent = self._attempt(source, self.version + 1)
                 break
             except PublishError as error:
                 if attempt == self.retries:
                     raise
                 log.warning("%s; attempt %d of %d follows", error, attempt + 2, self.retries + 1)
         self.version += 1
-        self.named = self.version
+        self.served = source
+        if source is self.policy:
+            self.named = self.version
         seconds = time.perf_counter() - start
         return {"publish/seconds": seconds, "publish/bytes": float(sent), "publish/version": float(self.version)}
 
-    def _attempt(self, candidate: int) -> int:
+    def _attempt(self, source: WeightSource, candidate: int) -> int:
         verify = self.verify == "always" or (self.verify == "first" and not self._verified)
-        sent = self._together("send the weights", lambda: self._send(verify))
+        sent = self._together("send the weights", lambda: self._send(source, verify))
         try:
             self._together("commit the weights", lambda: self._commit(candidate))
         except PublishError:
@@ -101,21 +115,21 @@ class Publisher:
         self._verified |= verify
         return sent
 
-    def _send(self, verify: bool) -> int:
+    def _send(self, source: WeightSource, verify: bool) -> int:
         """Bring every tensor to every engine and flush; the bytes sent.
 
-        The policy's iterator is collective: a rank whose engine fails still iterates to the end, so that the others
+        The source's iterator is collective: a rank whose engine fails still iterates to the end, so that the others
         are not left in a gather.
         """
-        tensors = iter(self.policy.hf_tensors(self._dtype))
+        tensors = iter(source.hf_tensors(self._dtype))
         try:
             if not self.engines:
                 return 0
             self._pause()
             digests: dict[str, str] = {}
-            source = self._with_digests(tensors, digests) if verify else tensors
+            sending = self._with_digests(tensors, digests) if verify else tensors
             sent = 0
-            for bucket in iter_buckets(source, self.bucket_bytes, self._dtype_of):
+            for bucket in iter_buckets(sending, self.bucket_bytes, self._dtype_of):
                 for engine in self.engines:
                     engine.load_bucket(bucket)
                     sent += bucket.buffer.numel()

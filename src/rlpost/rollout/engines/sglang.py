@@ -243,7 +243,8 @@ class SGLangEngine:
             top_k=top_k,
         )
         found = dict(zip(scored, answers))
-        return [_prompt_score(*found.get(i, ([], [] if top_k else None)), top_k) for i in range(len(sequences))]
+        nothing = ([], [] if top_k else None, self.version)
+        return [_prompt_score(*found.get(i, nothing), top_k) for i in range(len(sequences))]
 
     def _share(self, bucket: Bucket) -> tuple[str | None, tuple | None]:
         """What forbids sending, and the CUDA IPC arguments of this rank's buffer (None: through host memory)."""
@@ -341,8 +342,10 @@ class SGLangEngine:
                 raise EngineNotReady(f"{tag} is {'awake' if asleep else 'asleep'} already")
 
 
-def _prompt_score(logprobs: list[float], tops: list[list[tuple[float, int]]] | None, top_k: int) -> PromptScore:
-    score = PromptScore(torch.tensor(logprobs, dtype=torch.float32))
+def _prompt_score(
+    logprobs: list[float], tops: list[list[tuple[float, int]]] | None, version: int | str, top_k: int
+) -> PromptScore:
+    score = PromptScore(torch.tensor(logprobs, dtype=torch.float32), version=int(version))
     if tops is not None:
         pairs = torch.tensor(tops, dtype=torch.float64).reshape(len(tops), -1 if tops else top_k, 2)
         score.topk_logprobs, score.topk_ids = pairs[..., 0].float(), pairs[..., 1].long()

@@ -71,7 +71,8 @@ class Host:
         return [_completion(output) for output in outputs]
 
     async def score(self, input_ids: list[list[int]], starts: list[int], top_k: int) -> list[tuple]:
-        """Per sequence: the log-probs of ids[start:], and with top_k the [(log-prob, id), …] of each position."""
+        """Per sequence: the log-probs of ids[start:], with top_k the [(log-prob, id), …] of each position, and the
+        version of the weights."""
         outputs = await self.engine.async_generate(
             input_ids=input_ids,
             sampling_params={"max_new_tokens": 0, "temperature": 1.0},
@@ -84,7 +85,7 @@ class Host:
             meta = output["meta_info"]
             logprobs = [entry[0] for entry in meta["input_token_logprobs"][1:]]
             tops = [[pair[:2] for pair in row] for row in meta["input_top_logprobs"][1:]] if top_k else None
-            scores.append((logprobs, tops))
+            scores.append((logprobs, tops, meta["weight_version"]))
         return scores
 
     async def load(self, entries: list[tuple], data: bytes | None, handles: list[tuple] | None) -> None:

@@ -110,7 +110,7 @@ class TorchEngine:
                 flat = self._score_rows(hidden, targets, top_k, temperature)
                 sizes = [len(sequences[i]) - starts[i] for i in batch]
                 for i, *tensors in zip(batch, *(t.split(sizes) for t in flat)):
-                    scores[i] = PromptScore(*tensors)
+                    scores[i] = PromptScore(*tensors, version=self.version)
         return [scores[i] for i in range(len(sequences))]
 
     def sleep(self, tags: Sequence[Tag]) -> None:
