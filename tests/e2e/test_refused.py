@@ -10,6 +10,7 @@ from rlpost.config.checks import check_config
 from rlpost.config.compose import ConfigError, load_config
 
 OPD = ["algorithm=opd", "feedback=opd", "algorithm.top_k=8"]
+ENGINE, LISTS = ["teacher=ema_engine"], ["algorithm.mode=topk", "algorithm.top_k=8", "algorithm.top_k_ids=teacher"]
 BLEND = ["algorithm=blend", "algorithm.sdpo.top_k=8"]
 
 # name: (algorithm of overrides.py, overrides, what is said)
@@ -93,6 +94,57 @@ REFUSED = {
         "teacher.url=http://here needs rollout.temperature=1, not 0.7",
     ),
     "a server that is no URL": ("sdpo", ["teacher=url", "teacher.url=here:30000"], "it begins with http://"),
+    "an engine and the student's ids": (
+        "sdpo",
+        [*ENGINE],
+        "algorithm.top_k_ids=student is not allowed with teacher.backend=engine: an engine tells the log-probs of",
+    ),
+    "an engine and the whole vocabulary": ("sdpo_full", [*ENGINE], "algorithm.mode=full is not allowed with teacher"),
+    "an engine and an entropy gate": (
+        "sdpo",
+        [*ENGINE, *LISTS, "algorithm.entropy_gate=1.5"],
+        "algorithm.entropy_gate=1.5 is not allowed with teacher.backend=engine",
+    ),
+    "an engine in a blend": (
+        "sdpo",
+        [*ENGINE, *BLEND, "algorithm.sdpo.top_k_ids=union"],
+        "algorithm.sdpo.top_k_ids=union is not allowed with teacher.backend=engine",
+    ),
+    "an engine and the live student": (
+        "sdpo",
+        [*ENGINE, *LISTS, "teacher.update=trust_region"],
+        "teacher.update=trust_region is not allowed with teacher.backend=engine",
+    ),
+    "an engine and several teachers": (
+        "sdpo",
+        [*ENGINE, *LISTS, "teacher.update=static", "+teacher.models={a: b}"],
+        "teacher.models={'a': 'b'} is not allowed with teacher.backend=engine",
+    ),
+    "an engine and a server": (
+        "sdpo",
+        [*ENGINE, *LISTS, "teacher.update=static", "+teacher.url=http://here"],
+        "teacher.url=http://here is not allowed with teacher.backend=engine",
+    ),
+    "an engine and a model of another shape": (
+        "sdpo",
+        [*ENGINE, *LISTS, "teacher.update=static", "+teacher.model={tmp}/teacher"],
+        "teacher.model={tmp}/teacher is not allowed with teacher.backend=engine, as its shape is another than the",
+    ),
+    "SGLang's scores at another temperature": (
+        "sdpo",
+        [*ENGINE, *LISTS, "engine.name=sglang", "rollout.temperature=0.7"],
+        "rollout.temperature=0.7 is not allowed with teacher.backend=engine and engine.name=sglang",
+    ),
+    "an unknown engine of the teacher": (
+        "sdpo",
+        [*ENGINE, *LISTS, "teacher.engine=both"],
+        "teacher.engine=both is not allowed; allowed are own, shared",
+    ),
+    "a shared engine without a use": (
+        "sdpo",
+        ["+teacher.engine=shared"],
+        "teacher.engine=shared has no use with teacher.backend=swap",
+    ),
     "a Jensen-Shannon divergence of the sampled token": (
         "sdpo",
         ["algorithm.mode=sampled", "algorithm.alpha=0.5"],

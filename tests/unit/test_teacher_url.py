@@ -13,6 +13,7 @@ from tiny_tokenizer import tiny_tokenizer
 from rlpost.data.batching import Update
 from rlpost.teacher import TeacherConfig, check_external
 from rlpost.teacher.client import ScoringClient, TeacherServerError
+from rlpost.teacher.payloads import PayloadError
 from rlpost.teacher.remote import RemoteTeacher
 from rlpost.types import Prompt, Sample
 
@@ -167,7 +168,7 @@ def test_a_sequence_without_usable_scores_teaches_nothing(change, said, model):
         assert metrics["teacher/bad_payloads"] == 1.0
         assert not given[0].tokens["distill_mask"].any() and not given[0].tokens["teacher_logprobs"].any()
         assert given[1].tokens["distill_mask"].all()
-        with pytest.raises(TeacherServerError, match=f"1 of 4 sequences have no usable scores.*the first: {said}"):
+        with pytest.raises(PayloadError, match=f"1 of 4 sequences have no usable scores.*the first: {said}"):
             score(RemoteTeacher(config(url), MESH), samples())
 
 

@@ -159,8 +159,8 @@ def _algorithm_mistakes(config: Config, algorithm: Algorithm, objects: Mapping[s
     if "teacher" in algorithm.needs:
         if config.teacher is None:
             yield (
-                f"algorithm.name={algorithm.name} needs a teacher: choose one of teacher=ema, static, periodic, "
-                "trust_region, external"
+                f"algorithm.name={algorithm.name} needs a teacher: choose one of teacher=ema, ema_engine, static, "
+                "periodic, trust_region, external, url"
             )
         elif config.teacher.get("url") is not None:
             yield from _url_mistakes(config, algorithm)

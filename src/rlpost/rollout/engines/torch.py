@@ -179,7 +179,8 @@ class TorchEngine:
         digests = {}
         for name, weight in self._weights.items():
             linear = alone.get(name)
-            digests[name] = tensor_digest(weight if linear is None else linear.plain_weight())
+            # A copy: hashing shares the storage with NumPy, after which `sleep` could not release it.
+            digests[name] = tensor_digest(weight.clone() if linear is None else linear.plain_weight())
         return digests
 
     def abort(self) -> None:
