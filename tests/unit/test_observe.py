@@ -142,6 +142,18 @@ def test_summary_says_what_moved_and_where_everything_is(tmp_path):
     assert summary(run, []).startswith("quickstart: 0 steps")
 
 
+def test_summary_says_where_the_time_of_a_step_goes(tmp_path):
+    step = {"perf/tokens_per_s": 100.0, "perf/peak_bytes": 1.0}
+    rows = [
+        {"step": 0, "eval/heldout/mean@4": 0.1},
+        {"step": 1, "perf/step_s": 90.0, "perf/rollout_s": 80.0, **step},  # the first compiles
+        {"step": 2, "perf/step_s": 3.5, "perf/rollout_s": 1.25, "perf/train_s": 2.0, **step},
+        {"step": 3, "perf/step_s": 3.0, "perf/rollout_s": 1.0, "perf/train_s": 2.0, **step},
+    ]
+    assert "  seconds of a step, median: 3.5 (rollout 1.25, train 2)" in summary(tmp_path, rows)
+    assert "seconds of a step" not in summary(tmp_path, rows[:1])
+
+
 def test_log_goes_to_the_run_and_only_to_the_last_one(tmp_path):
     setup_logging(tmp_path / "a")
     logging.getLogger("rlpost.trainer").info("first")

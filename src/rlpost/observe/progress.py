@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import TextIO
 
 FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
@@ -84,17 +86,22 @@ def _short(value: float) -> str:
 
 
 def summary(run_dir: str | Path, rows: list[Mapping[str, float]], seconds: float | None = None) -> str:
-    """The end of a run: how reward and evaluations moved, and where everything is. rows: those of metrics.jsonl."""
+    """The end of a run: how reward and evaluations moved, where a step's time goes, and where everything is.
+    rows: those of metrics.jsonl."""
     run_dir = Path(run_dir)
     last = rows[-1]["step"] if rows else 0
-    took = f" in {duration(seconds)}" if seconds is not None else ""
-    lines = [f"{run_dir.name}: {last} steps{took}"]
+    clock = f" in {duration(seconds)}" if seconds is not None else ""
+    lines = [f"{run_dir.name}: {last} steps{clock}"]
     names = sorted({name for row in rows for name in row if name.startswith("eval/") and "/mean@" in name})
     for name in ["rollout/reward/mean", *names]:
         values = [row[name] for row in rows if row.get(name) is not None]
         if values:
             moved = f"{values[0]:.4g}" if len(values) == 1 else f"{values[0]:.4g} → {values[-1]:.4g}"
             lines.append(f"  {name.removesuffix('/mean') if name.startswith('rollout') else name}: {moved}")
+    if took := step_seconds(rows):
+        whole = took.pop("step")
+        parts = ", ".join(f"{phase} {took[phase]:.3g}" for phase in took)
+        lines.append(f"  seconds of a step, median: {whole:.3g}" + (f" ({parts})" if parts else ""))
     places = {
         "model": "export",
         "plots": "plots/overview.png",
@@ -108,6 +115,16 @@ def summary(run_dir: str | Path, rows: list[Mapping[str, float]], seconds: float
     present = {what: run_dir / place for what, place in places.items() if (run_dir / place).exists()}
     width = max((len(what) for what in present), default=0)
     return "\n".join([*lines, *(f"  {what:<{width}}  {path}" for what, path in present.items())])
+
+
+def step_seconds(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The median seconds of a `step` and of each phase, where it ran; empty without steps."""
+    names = [name for row in rows if "perf/step_s" in row for name in row if re.fullmatch(r"perf/\w+_s", name)]
+    found = {}
+    for name in dict.fromkeys(names):
+        if name != "perf/tokens_per_s":
+            found[name.removeprefix("perf/").removesuffix("_s")] = median(row[name] for row in rows if name in row)
+    return found
 
 
 def setup_logging(run_dir: str | Path, rank: int = 0) -> logging.Handler:
