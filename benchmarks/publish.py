@@ -10,6 +10,7 @@ The floor is one copy of the same bytes on the device, measured in the same run.
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -107,7 +108,7 @@ class Bench:
         for label, seconds in watch.seconds.items():
             self.table.add(f"· {label}", f"{1e3 * seconds / times:.2f}")
         if self.given.engine == "sglang":
-            hooks = [seconds_of(lambda: engine._hook("nothing")) for _ in range(20)]
+            hooks = [seconds_of(lambda: engine._on_leader(engine._hook, "nothing")) for _ in range(20)]
             flushes = [seconds_of(lambda: engine._on_leader(engine._call, "flush")) for _ in range(20)]
             self.table.add("· for comparison: an empty command in the engine", spread(hooks, 2))
             self.table.add("· for comparison: dropping an empty prefix cache", spread(flushes, 2))
@@ -207,6 +208,8 @@ def main() -> int:
             bench.table.part(part, getattr(bench, part))
     finally:
         engine.close()
+        if dist.get_rank() == 0:
+            shutil.rmtree(path)
     bench.table.show()
     return int(bench.table.failed)
 
