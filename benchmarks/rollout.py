@@ -25,6 +25,7 @@ from engine_setup import DTYPE, Stopwatch, Table, add_engine_options, hardware, 
 from models import RandomWeights, model_config
 from transformers import AutoTokenizer
 
+import rlpost.rollout.sampler as sampling
 from rlpost.config.schema import RolloutConfig
 from rlpost.parallel import device, init_distributed
 from rlpost.rollout.engine import Engine, Request, SamplingParams
@@ -61,7 +62,6 @@ class Bench:
         self.table = Table("prompts × samples × in × out", "bare tok/s", "in the loop tok/s", f"ratio (goal {GOAL})")
 
     def loop(self, workload: Workload, prompts: list[Prompt], turn: int) -> float:
-        self.drop_prefixes()
         made = []
 
         def sample() -> None:
@@ -80,7 +80,6 @@ class Bench:
             answer = self.separate.generate(ids, params)
             seconds, tokens = answer["seconds"], answer["tokens"]
         else:
-            self.drop_prefixes()
             counts = []
             seconds = seconds_of(lambda: counts.append(self.same(ids, params, workload.params)))
             [tokens] = counts
@@ -109,6 +108,7 @@ class Bench:
         for turn in range(self.given.turns + 1):
             prompts = workload.turn(turn)
             for which in [self.bare, self.loop][:: 1 if turn % 2 else -1]:
+                self.drop_prefixes()
                 taken[which].append(which(workload, prompts, turn))
             say(f"  turn {turn}: bare {taken[self.bare][-1]:.3f} s, in the loop {taken[self.loop][-1]:.3f} s")
         bare, loop = taken[self.bare][1:], taken[self.loop][1:]
@@ -121,9 +121,10 @@ class Bench:
 
     def breakdown(self, workload: Workload) -> None:
         """One more turn with wrapped calls."""
+        self.drop_prefixes()
         watch = Stopwatch()
         watch.wrap(self.sampler, "sample", "requests and samples")
-        watch.wrap(self.tokenizer, "decode", "decode")
+        watch.wrap(sampling, "decode_all", "decode")
         watch.wrap(self.engine, "generate", "checks and completions")
         if self.given.engine == "sglang" and self.engine._process is not None:
             watch.wrap(self.engine._process, "call", "the engine")
