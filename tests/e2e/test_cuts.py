@@ -23,6 +23,7 @@ LAUNCHES = {
     "context parallel 2": (2, ["parallel.context=2"]),
     "data parallel 2 with overlap": (2, ["train.overlap=true"]),
     "expert parallel 2": (2, ["parallel.expert=2"]),
+    "experts cut in 2": (2, ["parallel.expert_tensor=2"]),
 }
 
 
@@ -41,7 +42,7 @@ def launch(tiny, out, algorithm, ranks, more):
 
 # Every layout for one algorithm, the cheap ones for the others: what a layout does to a step does not depend on them,
 # and tests/distributed/test_policy_cuts.py has the whole table.
-DENSE = [name for name in LAUNCHES if name != "expert parallel 2"]
+DENSE = [name for name in LAUNCHES if not name.startswith("expert")]
 CASES = {name: DENSE if name == "sdpo" else DENSE[:2] for name in ALGORITHMS}
 CASES["ppo"] = [*CASES["ppo"], "pipeline parallel 2"]  # two models in one schedule's groups
 CASES["grpo"] = CASES["sft"] = ["small micro-batches", "data parallel 2", "tensor parallel 2 with sequence parallel"]
@@ -72,7 +73,8 @@ def test_a_mixture_of_experts(tiny, tmp_path):
     Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "model")
     task.make_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "data").symlink_to(tiny / "data")
-    compare(tmp_path, tmp_path, "sdpo", ["expert parallel 2"], "publish.verify=always", "model.router_aux_loss=0.01")
+    launches = ["expert parallel 2", "experts cut in 2"]
+    compare(tmp_path, tmp_path, "sdpo", launches, "publish.verify=always", "model.router_aux_loss=0.01")
     assert distance_of_export(tmp_path / "expert_parallel_2" / "run", "parallel.expert=1") < 2e-5
 
 

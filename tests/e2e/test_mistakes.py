@@ -26,7 +26,7 @@ def say(capsys, tmp_path, tiny):
 CASES = {
     "unknown field": (["optim.lrr=1"], ["no field 'optim.lrr'", "Did you mean 'optim.lr'?"]),
     "wrong type": (["optim.lr=fast"], ["optim.lr=fast", "Float"]),
-    "wrong choice": (["model.dtype=fp8"], ["model.dtype=fp8 is not allowed; allowed are fp32, bf16"]),
+    "wrong choice": (["model.dtype=fp8"], ["model.dtype=fp8 is not allowed; allowed are fp32, bf16, fp16"]),
     "unknown group choice": (["algorithm=gpro"], ["no algorithm 'gpro'", "Did you mean 'grpo'?"]),
     "too small": (["train.max_tokens_per_micro_batch=0"], ["train.max_tokens_per_micro_batch=0", "at least 1"]),
     "temperature": (["rollout.temperature=0"], ["rollout.temperature=0", "above 0"]),
@@ -42,6 +42,8 @@ CASES = {
     "phases of another algorithm": (["phases=grpo"], ["phases lacks teach, teacher_update"]),
     "unknown reward": (["reward._target_=toy_rewards.varety"], ["varety", "Did you mean 'variety'?"]),
     "heads": (["parallel.tensor=3"], ["TP 3"]),
+    "experts of a dense model": (["parallel.expert_tensor=2"], ["parallel.expert_tensor=2: the model has no experts"]),
+    "loss scale": (["critic.initial_loss_scale=0"], ["critic.initial_loss_scale=0.0 is not allowed; it is at least 1"]),
 }
 
 
@@ -52,6 +54,13 @@ def test_mistake(case, say, monkeypatch):
     said = say("sdpo", *overrides)
     for words in expected:
         assert words in said, said
+
+
+def test_experts_that_are_not_wide_enough(say, tmp_path):
+    experts = {"num_experts": 4, "moe_intermediate_size": 33, "num_hidden_layers": 2, "intermediate_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(experts))
+    said = say("sdpo", f"model.path={tmp_path}", "parallel.expert_tensor=2")
+    assert "parallel.expert_tensor=2 does not divide the width 33 of the model's experts" in said
 
 
 def test_all_mistakes_at_once(say):

@@ -191,14 +191,15 @@ def test_what_memory_holds_by_chance_is_never_seen(served):
     assert [c.ids for c in found] == [c.ids for c in expected]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_bf16_serves_what_was_published_in_bf16(tmp_path, family):
-    model, engine = make(tmp_path, dtype=torch.bfloat16, family=family)
+def test_low_precision_serves_what_was_published_in_it(tmp_path, family, dtype):
+    model, engine = make(tmp_path, dtype=dtype, family=family)
     load_weights(engine, model)
     completion = ask(engine, [[5, 9, 2]], temperature=0.0)[0]
     score = engine.score([[5, 9, 2, *completion.ids]], [3])[0]
     assert completion.logprobs == pytest.approx(score.logprobs.tolist(), abs=0.05)
-    expected = {name: tensor_digest(tensor.bfloat16()) for name, tensor in hf_tensors(model)}
+    expected = {name: tensor_digest(tensor.to(dtype)) for name, tensor in hf_tensors(model)}
     assert engine.digest() == expected
 
 
