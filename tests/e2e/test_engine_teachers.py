@@ -7,12 +7,15 @@ import pytest
 from launch import run_python, run_ranks
 from overrides import command
 
+from rlpost import Trainer
+from rlpost.config.compose import load_config
 from rlpost.observe.metrics import read_metrics
 
 PROGRAM = Path(__file__).with_name("many_runs.py")
 ENV = {"PYTHONPATH": f"{Path(__file__).parents[2] / 'src'}:{Path(__file__).parent}"}
 TOPK = ["algorithm.top_k_ids=teacher", "rollout.temperature=0.8", "trainer.steps=3"]
 SAMPLED = ["algorithm.mode=sampled", "algorithm.alpha=1", "trainer.steps=3", "train.updates_per_rollout=2"]
+QUIET = {"route": "none", "tokens": 0, **dict.fromkeys(("success", "demonstration", "feedback", "cut"), False)}
 OWN, SHARED = ["teacher=ema_engine"], ["teacher=ema_engine", "teacher.engine=shared"]
 
 
@@ -89,3 +92,33 @@ def test_a_resumed_run_goes_on_with_the_same_numbers(halves, whole, runs):
     clock = ("perf/", "publish/seconds", "teacher/publish_seconds", "rollout/canary")  # compares once in each process
     kept = [[{k: v for k, v in r.items() if not k.startswith(clock)} for r in runs[name]] for name in (halves, whole)]
     assert kept[0] == kept[1]
+
+
+def test_nothing_samples_from_the_teacher_in_a_shared_engine(tiny, tmp_path, monkeypatch):
+    """Also after a stop between its scoring and the update, and after a step that taught nothing."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    trainer = Trainer(
+        load_config(None, [*command(tiny, tmp_path, "sdpo", *SHARED, *SAMPLED), "tracker.progress=false"])
+    )
+    rooms = trainer.rooms
+    publisher, engine, score, served = rooms.publisher, rooms.engine, rooms.teacher.score, []
+    generate = engine.generate
+
+    def sampled(requests):
+        served.append((publisher.served is rooms.policy, engine.version))
+        return generate(requests)
+
+    def stopped_meanwhile(update):
+        rooms.agreement.stop_requested = True
+        return score(update)
+
+    engine.generate, rooms.teacher.score = sampled, stopped_meanwhile
+    assert trainer.step() == {} and publisher.served is rooms.teacher.weights and publisher.named == 1
+    rooms.agreement.stop_requested, rooms.teacher.score = False, score
+    trainer.generate(["?"])
+    assert publisher.named == 3
+    rooms.feedback.teacher_prompts = lambda samples: [setattr(sample, "teacher_info", QUIET) for sample in samples]
+    assert trainer.step()["train/no_signal"] > 0 and publisher.served is rooms.policy and publisher.named == 5
+    trainer.generate(["?"])
+    assert served == [(True, 1), (True, 3), (True, 3), (True, 5)]
+    trainer.close()

@@ -69,7 +69,7 @@ def check_scores(engine, model) -> float:
         for ids, start, score in zip(sequences, starts, engine.score(sequences, starts, top_k=top_k)):
             rows = logprobs_of(model, ids)[start - 1 :]
             want = rows[torch.arange(len(rows)), ids[start:]]
-            assert score.logprobs.shape == want.shape
+            assert score.logprobs.shape == want.shape and score.version == engine.version
             if len(ids) > start:
                 gap = max(gap, (want - score.logprobs).abs().max().item())
             if top_k:
