@@ -92,7 +92,10 @@ class Bucket:
 class Engine(Protocol):
     """One rank-local inference engine. It serves only between `commit` and the next `pause`."""
 
-    version: int  # of the weights that it last committed; 0 before the first commit
+    @property
+    def version(self) -> int:
+        """Of the weights that it last committed; 0 before the first commit."""
+        ...
 
     @property
     def started(self) -> bool: ...

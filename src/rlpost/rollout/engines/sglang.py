@@ -9,9 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -20,7 +18,6 @@ import torch.distributed as dist
 
 from rlpost.parallel import all_gather_objects, broadcast_object
 from rlpost.rollout.engine import (
-    TAGS,
     Bucket,
     Completion,
     EngineNotReady,
@@ -32,6 +29,7 @@ from rlpost.rollout.engine import (
 from rlpost.rollout.engines.expected import bucket_faults, expected_tensors
 from rlpost.rollout.engines.sglang_arguments import check_settings, engine_arguments, sampling_params
 from rlpost.rollout.engines.sglang_process import EngineProcess
+from rlpost.rollout.engines.state import EngineState, check_requests, check_scoring
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -41,6 +39,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Transport = Literal["auto", "ipc", "host"]
 CONTROL_S = 300.0  # time limit of every call but generate and score
+AWAKE: tuple[Tag, ...] = ("weights", "kv_cache", "cuda_graph")  # what generate and score need
 
 
 class SGLangEngine:
@@ -76,36 +75,35 @@ class SGLangEngine:
         self.memory_fraction, self.max_batch, self.extra = memory_fraction, max_batch, dict(extra or {})
         self.seed, self.transport, self.start_timeout_s = seed, transport, start_timeout_s
         self.base_gpu_id = int(os.environ.get("LOCAL_RANK", "0")) if base_gpu_id is None else base_gpu_id
-        self.version = 0
         self._group = group
         self._specs = expected_tensors(self.model_path, dtype)
         self._config = _text_config(self.model_path)
         self._process: EngineProcess | None = None
-        self._started = self._serving = self._proven = False
-        self._asleep: set[Tag] = set()
-        self._arrived: set[str] = set()
-        self._running = threading.Lock()  # held by generate and score
+        self._state = EngineState()
+        self._proven = False  # that a publish reaches every parameter
         self._aborted = False
 
     @property
+    def version(self) -> int:
+        return self._state.version
+
+    @property
     def started(self) -> bool:
-        return self._started
+        return self._state.started
 
     @property
     def serving(self) -> bool:
-        return self._serving
+        return self._state.serving
 
     def start(self) -> None:
-        if self._started:
-            raise EngineNotReady("start: the engine runs already")
-        if self._group is None and self.tensor_parallel > 1:
-            self._group, _ = dist.new_subgroups(group_size=self.tensor_parallel, backend="gloo")
-        if self._group is not None and self._group.size() != self.tensor_parallel:
-            raise ValueError(
-                f"engine.tensor_parallel={self.tensor_parallel} but its group has {self._group.size()} ranks"
-            )
-        self._on_leader(self._start_process)
-        self._started = True
+        with self._state.starting():
+            if self._group is None and self.tensor_parallel > 1:
+                self._group, _ = dist.new_subgroups(group_size=self.tensor_parallel, backend="gloo")
+            if self._group is not None and self._group.size() != self.tensor_parallel:
+                raise ValueError(
+                    f"engine.tensor_parallel={self.tensor_parallel} but its group has {self._group.size()} ranks"
+                )
+            self._on_leader(self._start_process)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Raises EngineNotReady where it does not serve, ValueError for a request that the model cannot take.
@@ -113,89 +111,68 @@ class SGLangEngine:
         `Request.seed` counts only with `extra.enable_deterministic_inference`; otherwise SGLang draws from one
         generator, seeded at the start, and a response depends on what else is in the batch.
         """
-        _check_requests(requests, self._config.max_position_embeddings)
-        with self._serving_call("generate", needs=("weights", "kv_cache")):
+        check_requests(requests, self._config.max_position_embeddings)
+        _check_stopping(requests)
+        with self._state.computing("generate", AWAKE):
             return self._on_leader(self._generate, requests) if requests else []
 
     def score(
         self, sequences: Sequence[Sequence[int]], starts: Sequence[int], *, top_k: int = 0, temperature: float = 1.0
     ) -> list[PromptScore]:
         """SGLang scores prompts at temperature 1: ValueError for any other."""
-        _check_scoring(sequences, starts, temperature)
-        with self._serving_call("score", needs=("weights", "kv_cache")):
+        check_scoring(sequences, starts)
+        if temperature != 1.0:
+            raise ValueError(
+                f"score: temperature={temperature}: SGLang gives log-probs of prompts at temperature 1 only; "
+                "score on the trainer instead (teacher.backend=swap)"
+            )
+        with self._state.computing("score", AWAKE):
             return self._on_leader(self._score, sequences, starts, top_k)
 
     def sleep(self, tags: Sequence[Tag]) -> None:
-        self._check_tags(tags, asleep=False)
-        if not self._running.acquire(blocking=False):
-            raise EngineNotReady("sleep: the engine is computing; drain it first")
-        try:
-            if "weights" in tags:
-                self._serving = False
-                self._arrived.clear()
+        with self._state.falling_asleep(tags):
             self._on_leader(self._call, "release", tags=list(tags))
-            self._asleep.update(tags)
-        finally:
-            self._running.release()
 
     def wake(self, tags: Sequence[Tag]) -> None:
-        self._check_tags(tags, asleep=True)
-        self._on_leader(self._call, "resume", tags=list(tags))
-        self._asleep.difference_update(tags)
+        with self._state.waking(tags):
+            self._on_leader(self._call, "resume", tags=list(tags))
 
     def expected_tensors(self) -> dict[str, TensorSpec]:
         return dict(self._specs)
 
     def pause(self) -> None:
-        self._check_started("pause")
-        self._serving = False
-        with self._running:  # waits for what runs
-            self._arrived.clear()
+        self._state.pause()
 
     def load_bucket(self, bucket: Bucket) -> None:
         """Where a name, shape or dtype differs on any rank: ValueError on all, and nothing is written."""
-        self._check_loading("load_bucket")
+        self._state.check_loading("load_bucket")
         faults = bucket_faults(bucket, self._specs)
         fault, handle = (None, None) if faults else self._share(bucket)
         mine = ([*faults, fault] if fault else faults, handle)
         ranks = all_gather_objects(mine, self._group) if self._group else [mine]
         if faults := list(dict.fromkeys(fault for found, _ in ranks for fault in found)):
             raise ValueError("load_bucket: " + "; ".join(faults))
-        if not self._proven and not self._arrived:
+        if not self._proven and not self._state.arrived:
             self._on_leader(self._hook, "poison")
         handles = [handle for _, handle in ranks]
         self._on_leader(self._load, bucket, None if None in handles else handles)
-        self._arrived.update(name for name, _, _ in bucket.entries)
+        self._state.arrived.update(name for name, _, _ in bucket.entries)
 
     def flush(self) -> None:
-        self._check_loading("flush")
-        if missing := [name for name in self._specs if name not in self._arrived]:
-            raise EngineNotReady(
-                f"{len(missing)} of {len(self._specs)} tensors have not arrived since pause: {', '.join(missing[:5])}"
-            )
-        self._on_leader(self._call, "flush")
-        if not self._proven:
-            # SGLang skips a name that it does not know with a line in its log, so the first publish is proved.
-            missed = sorted(set().union(*self._on_leader(self._hook, "poisoned")))
-            if missed:
-                raise EngineNotReady(
-                    f"the publish did not reach (or brought NaN to) {len(missed)} of SGLang's parameters: {missed[:5]}"
-                )
+        with self._state.flushing(self._specs.keys()):
+            self._on_leader(self._call, "flush")
+            if not self._proven:
+                self._prove()
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()  # memory of sent buckets that the engine has let go
 
     def commit(self, version: int) -> None:
-        self._check_loading("commit")
-        if self._arrived != self._specs.keys():
-            raise EngineNotReady("commit: flush first")
-        self._on_leader(self._hook, "nothing", version=version)
-        self.version = version
-        self._serving = self._proven = True
+        with self._state.committing(version):
+            self._on_leader(self._hook, "nothing", version=version)
+            self._proven = True
 
     def digest(self) -> dict[str, str]:
-        self._check_started("digest")
-        if "weights" in self._asleep:
-            raise EngineNotReady("digest: the weights are asleep")
+        self._state.check_readable("digest")
         shapes = {name: spec.shape for name, spec in self._specs.items()}
         return self._on_leader(self._hook, "digests", shapes=shapes)[0]
 
@@ -206,9 +183,8 @@ class SGLangEngine:
 
     def close(self) -> None:
         """End the engine's processes and no others. Only `start` can follow."""
-        self._started = self._serving = self._proven = False
-        self._asleep.clear()
-        self._arrived.clear()
+        self._state.stop()
+        self._proven = False
         if self._process is not None:
             process, self._process = self._process, None
             process.close()
@@ -272,6 +248,14 @@ class SGLangEngine:
         data = bucket.buffer.cpu().numpy().tobytes() if handles is None else None
         self._call("load", entries=entries, data=data, handles=handles)
 
+    def _prove(self) -> None:
+        """SGLang skips a name that it does not know with a line in its log, so the first publish is proved."""
+        missed = sorted(set().union(*self._on_leader(self._hook, "poisoned")))
+        if missed:
+            raise EngineNotReady(
+                f"the publish did not reach (or brought NaN to) {len(missed)} of SGLang's parameters: {missed[:5]}"
+            )
+
     def _hook(self, command: str, *, version: int | None = None, **arguments: Any) -> list[Any]:
         """Run a command of `sglang_worker` in the engine; with a version, SGLang reports that from then on.
         One result per tensor-parallel rank."""
@@ -309,38 +293,6 @@ class SGLangEngine:
             raise value
         return value
 
-    @contextmanager
-    def _serving_call(self, what: str, needs: tuple[Tag, ...]) -> Iterator[None]:
-        with self._running:
-            self._check_started(what)
-            if asleep := [tag for tag in (*needs, "cuda_graph") if tag in self._asleep]:
-                raise EngineNotReady(f"{what}: {', '.join(asleep)} asleep; wake first")
-            if not self._serving:
-                why = (
-                    "nothing was published yet" if self.version == 0 else "its weights were given up by pause or sleep"
-                )
-                raise EngineNotReady(f"{what}: the engine does not serve before the next commit ({why})")
-            yield
-
-    def _check_started(self, what: str) -> None:
-        if not self._started:
-            raise EngineNotReady(f"{what}: call start() first")
-
-    def _check_loading(self, what: str) -> None:
-        self._check_started(what)
-        if self._serving:
-            raise EngineNotReady(f"{what}: the engine serves; pause it first")
-        if "weights" in self._asleep:
-            raise EngineNotReady(f"{what}: the weights are asleep; wake them first")
-
-    def _check_tags(self, tags: Sequence[Tag], asleep: bool) -> None:
-        self._check_started("wake" if asleep else "sleep")
-        for tag in tags:
-            if tag not in TAGS:
-                raise ValueError(f"engine tag {tag!r}: one of {', '.join(TAGS)}")
-            if (tag in self._asleep) != asleep:
-                raise EngineNotReady(f"{tag} is {'awake' if asleep else 'asleep'} already")
-
 
 def _prompt_score(
     logprobs: list[float], tops: list[list[tuple[float, int]]] | None, version: int | str, top_k: int
@@ -352,31 +304,10 @@ def _prompt_score(
     return score
 
 
-def _check_requests(requests: Sequence[Request], limit: int) -> None:
+def _check_stopping(requests: Sequence[Request]) -> None:
     for i, request in enumerate(requests):
-        length, params = len(request.prompt_ids), request.params
-        if length == 0:
-            raise ValueError(f"request {i}: the prompt is empty")
-        if params.ignore_eos and params.stop_token_ids:
+        if request.params.ignore_eos and request.params.stop_token_ids:
             raise ValueError(f"request {i}: SGLang's ignore_eos drops stop_token_ids too; give one of them")
-        if length + params.max_tokens > limit:
-            raise ValueError(
-                f"request {i}: {length} prompt tokens and max_tokens={params.max_tokens} "
-                f"exceed the model's {limit} positions"
-            )
-
-
-def _check_scoring(sequences: Sequence[Sequence[int]], starts: Sequence[int], temperature: float) -> None:
-    if len(sequences) != len(starts):
-        raise ValueError(f"score: {len(sequences)} sequences but {len(starts)} starts")
-    for i, (ids, start) in enumerate(zip(sequences, starts)):
-        if not 1 <= start <= len(ids):
-            raise ValueError(f"score: start {start} of sequence {i} with {len(ids)} tokens: 1 … {len(ids)}")
-    if temperature != 1.0:
-        raise ValueError(
-            f"score: temperature={temperature}: SGLang gives log-probs of prompts at temperature 1 only; "
-            "score on the trainer instead (teacher.backend=swap)"
-        )
 
 
 def _text_config(model_path: str):

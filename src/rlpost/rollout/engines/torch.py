@@ -8,26 +8,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.initialization import no_init_weights
 
-from rlpost.rollout.engine import (
-    TAGS,
-    Bucket,
-    Completion,
-    EngineNotReady,
-    PromptScore,
-    Request,
-    Tag,
-    TensorSpec,
-)
+from rlpost.rollout.engine import Bucket, Completion, PromptScore, Request, Tag, TensorSpec
 from rlpost.rollout.engines.decode import ATTENTION, Decoder, pad_right
 from rlpost.rollout.engines.expected import bucket_faults, disk_tensors
 from rlpost.rollout.engines.packed import PackedLinear, can_pack, pack_linears, release, restore
+from rlpost.rollout.engines.state import EngineState, check_requests, check_scoring
 from rlpost.weights.buckets import tensor_digest, unpack
 
 # Decoders with full attention and a plain linear head.
@@ -53,38 +45,37 @@ class TorchEngine:
         self.eos_ids = _eos_ids(self.config, model_path)
         self.dtype, self.max_batch = dtype, max_batch
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.version = 0
         self._model: nn.Module | None = None
-        self._serving = self._complete = False  # complete: all weights arrived and are packed
-        self._asleep: set[Tag] = set()
-        self._arrived: set[str] = set()
-        self._running = threading.Lock()  # held by whatever computes
+        self._state = EngineState()
         self._abort = threading.Event()
 
     @property
+    def version(self) -> int:
+        return self._state.version
+
+    @property
     def started(self) -> bool:
-        return self._model is not None
+        return self._state.started
 
     @property
     def serving(self) -> bool:
-        return self._serving
+        return self._state.serving
 
     def start(self) -> None:
-        if self._model is not None:
-            raise EngineNotReady("start: the engine runs already")
-        with torch.device(self.device), no_init_weights():
-            model = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype, attn_implementation=ATTENTION)
-        model.tie_weights()
-        model.requires_grad_(False).eval()
-        self._weights = dict(disk_tensors(model))
-        self._specs = {name: TensorSpec(tuple(t.shape), t.dtype) for name, t in self._weights.items()}
-        self._linears = pack_linears(model) if can_pack(self.device, self.dtype) else []
-        self._model = model
+        with self._state.starting():
+            with torch.device(self.device), no_init_weights():
+                model = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype, attn_implementation=ATTENTION)
+            model.tie_weights()
+            model.requires_grad_(False).eval()
+            self._weights = dict(disk_tensors(model))
+            self._specs = {name: TensorSpec(tuple(t.shape), t.dtype) for name, t in self._weights.items()}
+            self._linears = pack_linears(model) if can_pack(self.device, self.dtype) else []
+            self._model = model
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Raises EngineNotReady where it does not serve, ValueError for a request that the model cannot take."""
-        self._check_requests(requests)
-        with self._computing("generate", needs=("weights", "kv_cache")):
+        check_requests(requests, self.config.max_position_embeddings)
+        with self._state.computing("generate", ("weights", "kv_cache")), torch.inference_mode():
             if not requests:
                 return []
             self._abort.clear()
@@ -95,15 +86,11 @@ class TorchEngine:
     def score(
         self, sequences: Sequence[Sequence[int]], starts: Sequence[int], *, top_k: int = 0, temperature: float = 1.0
     ) -> list[PromptScore]:
-        if len(sequences) != len(starts):
-            raise ValueError(f"score: {len(sequences)} sequences but {len(starts)} starts")
-        for i, (ids, start) in enumerate(zip(sequences, starts)):
-            if not 1 <= start <= len(ids):
-                raise ValueError(f"score: start {start} of sequence {i} with {len(ids)} tokens: 1 … {len(ids)}")
+        check_scoring(sequences, starts)
         if temperature <= 0:
             raise ValueError(f"score: temperature={temperature}: above 0")
         scores: dict[int, PromptScore] = {}
-        with self._computing("score", needs=("weights",)):
+        with self._state.computing("score", ("weights",)), torch.inference_mode():
             for batch in _batches_by_length([len(ids) for ids in sequences], SCORE_TOKENS):
                 hidden = self._hidden_before([sequences[i] for i in batch], [starts[i] for i in batch])
                 targets = torch.tensor([t for i in batch for t in sequences[i][starts[i] :]], device=self.device)
@@ -114,66 +101,48 @@ class TorchEngine:
         return [scores[i] for i in range(len(sequences))]
 
     def sleep(self, tags: Sequence[Tag]) -> None:
-        self._check_tags(tags, asleep=False)
-        if not self._running.acquire(blocking=False):
-            raise EngineNotReady("sleep: the engine is computing; drain it first")
-        try:
+        with self._state.falling_asleep(tags):
             if "weights" in tags:
-                self._give_up_weights()
+                self._unpack_linears()
                 for parameter in self._model.parameters():
                     release(parameter)
-            self._asleep.update(tags)
-        finally:
-            self._running.release()
 
     def wake(self, tags: Sequence[Tag]) -> None:
-        self._check_tags(tags, asleep=True)
-        if "weights" in tags:
-            for parameter in self._model.parameters():
-                restore(parameter)
-        self._asleep.difference_update(tags)
+        with self._state.waking(tags):
+            if "weights" in tags:
+                for parameter in self._model.parameters():
+                    restore(parameter)
 
     def expected_tensors(self) -> dict[str, TensorSpec]:
-        self._check_started("expected_tensors")
+        self._state.check_started("expected_tensors")
         return dict(self._specs)
 
     def pause(self) -> None:
-        self._check_started("pause")
-        self._serving = False
-        with self._running:  # waits for what runs
-            if "weights" not in self._asleep:
-                self._give_up_weights()
+        self._state.pause()
+        if "weights" not in self._state.asleep:
+            self._unpack_linears()
 
     def load_bucket(self, bucket: Bucket) -> None:
-        self._check_loading("load_bucket")
+        self._state.check_loading("load_bucket")
         if faults := bucket_faults(bucket, self._specs):
             raise ValueError("load_bucket: " + "; ".join(faults))
         with torch.no_grad():
             for name, tensor in unpack(bucket):
                 self._weights[name].copy_(tensor)
-                self._arrived.add(name)
+                self._state.arrived.add(name)
 
     def flush(self) -> None:
         """Pack the weights. There is no prefix cache: every `generate` computes its prompts anew."""
-        self._check_loading("flush")
-        if missing := [name for name in self._specs if name not in self._arrived]:
-            raise EngineNotReady(
-                f"{len(missing)} of {len(self._specs)} tensors have not arrived since pause: {', '.join(missing[:5])}"
-            )
-        for linear in self._linears:
-            linear.pack()
-        self._complete = True
+        with self._state.flushing(self._specs.keys()):
+            for linear in self._linears:
+                linear.pack()
 
     def commit(self, version: int) -> None:
-        if not self._complete:
-            raise EngineNotReady("commit: flush the loaded weights first")
-        self.version = version
-        self._serving = True
+        with self._state.committing(version):
+            pass
 
     def digest(self) -> dict[str, str]:
-        self._check_started("digest")
-        if "weights" in self._asleep:
-            raise EngineNotReady("digest: the weights are asleep")
+        self._state.check_readable("digest")
         modules = self._model.named_modules()
         alone = {f"{n}.weight": m for n, m in modules if isinstance(m, PackedLinear) and not m.shared}
         digests = {}
@@ -189,15 +158,12 @@ class TorchEngine:
     def close(self) -> None:
         """Give everything back. Only `start` can follow."""
         self.abort()
-        self._serving = self._complete = False
-        with self._running:
+        self._state.stop()
+        with self._state.running:
             self._model = None
             self._weights, self._specs, self._linears = {}, {}, []
-            self._asleep.clear()
 
-    def _give_up_weights(self) -> None:
-        self._serving = self._complete = False
-        self._arrived.clear()
+    def _unpack_linears(self) -> None:
         for linear in self._linears:
             linear.unpack()
 
@@ -220,49 +186,6 @@ class TorchEngine:
                 part += [ids, top - total[:, None]]
             parts.append([tensor.cpu() for tensor in part])
         return [torch.cat(column) for column in zip(*parts)]
-
-    @contextmanager
-    def _computing(self, what: str, needs: tuple[Tag, ...]) -> Iterator[None]:
-        with self._running:
-            self._check_started(what)
-            if asleep := [tag for tag in needs if tag in self._asleep]:
-                raise EngineNotReady(f"{what}: {', '.join(asleep)} asleep; wake first")
-            if not self._serving:
-                why = "its weights were given up by pause or sleep" if self.version else "nothing was published yet"
-                raise EngineNotReady(f"{what}: the engine does not serve before the next commit ({why})")
-            with torch.inference_mode():
-                yield
-
-    def _check_started(self, what: str) -> None:
-        if self._model is None:
-            raise EngineNotReady(f"{what}: call start() first")
-
-    def _check_loading(self, what: str) -> None:
-        self._check_started(what)
-        if self._serving or self._complete:
-            raise EngineNotReady(f"{what}: the engine holds a whole set of weights; pause it first")
-        if "weights" in self._asleep:
-            raise EngineNotReady(f"{what}: the weights are asleep; wake them first")
-
-    def _check_tags(self, tags: Sequence[Tag], asleep: bool) -> None:
-        self._check_started("wake" if asleep else "sleep")
-        for tag in tags:
-            if tag not in TAGS:
-                raise ValueError(f"engine tag {tag!r}: one of {', '.join(TAGS)}")
-            if (tag in self._asleep) != asleep:
-                raise EngineNotReady(f"{tag} is {'awake' if asleep else 'asleep'} already")
-
-    def _check_requests(self, requests: Sequence[Request]) -> None:
-        limit = self.config.max_position_embeddings
-        for i, request in enumerate(requests):
-            length = len(request.prompt_ids)
-            if length == 0:
-                raise ValueError(f"request {i}: the prompt is empty")
-            if length + request.params.max_tokens > limit:
-                raise ValueError(
-                    f"request {i}: {length} prompt tokens and max_tokens={request.params.max_tokens} "
-                    f"exceed the model's {limit} positions"
-                )
 
 
 def _batches_by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
