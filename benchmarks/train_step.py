@@ -1,6 +1,6 @@
 """One training step of a model with random weights: rlpost's policy against Transformers on the same GPU.
 
-    python benchmarks/train_step.py --impl local transformer_engine --profile
+    python benchmarks/train_step.py --impl local compiled transformer_engine --profile
     torchrun --nproc-per-node 2 benchmarks/train_step.py --impl transformer_engine --parallel tensor=2 sequence=true
     torchrun --nproc-per-node 2 benchmarks/train_step.py --moe --parallel expert=2
 
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=16)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--micro-tokens", type=int, default=16384)
-    parser.add_argument("--impl", nargs="*", default=["local"], choices=["local", "transformer_engine"])
+    parser.add_argument("--impl", nargs="*", default=["local"], choices=["local", "compiled", "transformer_engine"])
     parser.add_argument("--moe", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--parallel", nargs="*", default=[], help="tensor=2 sequence=true …")

@@ -92,9 +92,10 @@ def make_policy(
     recompute: str = "none",
     router_aux_loss: float = 0.0,
     overlap: bool = False,
+    impl: str = "auto",
     **parallel: Any,
 ) -> MegatronPolicy:
-    model = ModelConfig(path=str(path), dtype=dtype, router_aux_loss=router_aux_loss)
+    model = ModelConfig(path=str(path), dtype=dtype, router_aux_loss=router_aux_loss, impl=impl)
     cut = ParallelConfig(**parallel)
     return MegatronPolicy(model, optim, cut, temperature=0.7, recompute=recompute, overlap=overlap)
 

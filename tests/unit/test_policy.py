@@ -59,10 +59,11 @@ def test_logits_equal_transformers_and_weights_come_back_bit_exact(kind, models)
     assert all(torch.equal(returned[name], on_disk[name]) for name in on_disk)
 
 
+@pytest.mark.parametrize("impl", ["local", "compiled"])  # which on a CPU runs as it is written
 @pytest.mark.parametrize("micro_batches", [1, 8])
 @pytest.mark.parametrize("kind", ["llama-tied", "qwen2", "qwen3"])
-def test_steps_equal_plain_pytorch_however_cut_into_micro_batches(kind, micro_batches, models):
-    policy, oracle = make_policy(models(kind)), Oracle(models(kind))
+def test_steps_equal_plain_pytorch_however_cut_into_micro_batches(kind, micro_batches, impl, models):
+    policy, oracle = make_policy(models(kind), impl=impl), Oracle(models(kind))
     for seed in range(2):
         sequences = random_sequences(seed, LENGTHS)
         cut = len(sequences) // micro_batches

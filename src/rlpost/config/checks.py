@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rlpost.algorithms.base import Algorithm
 
 CHOICES = {
-    "model.impl": ("auto", "local", "transformer_engine"),
+    "model.impl": ("auto", "local", "compiled", "transformer_engine"),
     "model.dtype": ("fp32", "bf16", "fp16"),
     "engine.name": ("torch", "sglang"),
     "engine.dtype": ("auto", "fp32", "bf16", "fp16"),
@@ -293,6 +293,9 @@ def _parallel_mistakes(config: Config, world: int) -> Iterator[str]:
         yield f"engine.tensor_parallel={gpus} does not divide the {world} ranks, of which each such group has an engine"
     if config.engine.name == "sglang" and gpus > 0 and heads and heads % gpus:
         yield f"engine.tensor_parallel={gpus} does not divide the model's {heads} attention heads, as SGLang needs"
+    against = against_compiled(p.tensor, bool(_experts(model)), config.train.recompute, config.train.overlap)
+    if config.model.impl == "compiled" and against:
+        yield f"model.impl=compiled is not allowed with {against}; choose model.impl=auto"
     if config.model.router_aux_loss and model and not _experts(model):
         yield f"model.router_aux_loss={config.model.router_aux_loss}: the model has no experts; set it to 0"
 
@@ -323,6 +326,17 @@ def _cut_mistakes(p: ParallelConfig, who: str, model: Mapping[str, Any]) -> Iter
     width = model.get("intermediate_size")
     if width and width % p.tensor:
         yield f"parallel.tensor={p.tensor} does not divide {who}'s intermediate_size={width}"
+
+
+def against_compiled(tensor: int, experts: bool, recompute: str | None, overlap: bool) -> str | None:
+    """What forbids model.impl=compiled."""
+    reasons = {
+        f"parallel.tensor={tensor}": tensor > 1,
+        "a model with experts": experts,
+        "train.recompute=selective": recompute == "selective",
+        "train.overlap=true": overlap,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _experts(model: Mapping[str, Any]) -> int | None:

@@ -56,7 +56,7 @@ class DataConfig:
 @dataclass
 class ModelConfig:
     path: str = MISSING
-    impl: str = "auto"  # auto | local | transformer_engine
+    impl: str = "auto"  # auto | local | compiled (dense, parallel.tensor=1) | transformer_engine
     dtype: str = "fp32"  # fp32 | bf16 | fp16 (with a loss scale); masters are fp32
     warm_page_cache: bool = True  # one rank of each node reads the files before all map them into memory
     router_aux_loss: float = 0.0  # of a mixture of experts: times each layer's load-balancing loss, per sequence

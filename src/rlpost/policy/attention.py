@@ -108,6 +108,10 @@ class PackedAttention(nn.Module):
         packed = packed_seq_params
         query_THD = _Rotate.apply(query_THD, packed.cos_TD, packed.sin_TD)
         key_TGD = _Rotate.apply(key_TGD, packed.cos_TD, packed.sin_TD)
+        return self.attend(query_THD, key_TGD, value_TGD, packed)
+
+    def attend(self, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, packed: PackedSequences) -> Tensor:
+        """The same of queries and keys that are rotated already."""
         if packed.tokens.keys_K is not None:
             key_TGD, value_TGD = self._of_the_pieces(key_TGD, value_TGD, packed)
         flash = query_THD.is_cuda and query_THD.dtype is not torch.float32  # which flash attention does not know

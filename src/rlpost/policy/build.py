@@ -27,8 +27,10 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from rlpost.config.checks import against_compiled
 from rlpost.parallel import expert_tensor, layers_of_stages, virtual_stages
 from rlpost.policy.attention import PackedAttention, PackedSequences
+from rlpost.policy.compiled import CompiledLayer
 from rlpost.policy.hf_map import MIXTRAL_NAMES, HFMap, is_expert, padded_groups, padded_vocabulary
 from rlpost.policy.layers import RMSNorm, SwiGLU
 
@@ -204,6 +206,22 @@ def _finalize(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any)
     finalize_model_grads(model, None, **kwargs)
 
 
+def layers_of(impl: str, config: TransformerConfig, overlap: bool) -> str:
+    """Whose layers `model.impl` means here: local, compiled or transformer_engine. `auto` on CUDA: compiled ones where
+    they can be, else Transformer Engine's where they can be imported.
+
+    Raises ValueError for layers that cannot be had, with the reason.
+    """
+    if impl in ("auto", "compiled") and (impl == "compiled" or torch.cuda.is_available()):
+        experts = config.num_moe_experts is not None
+        against = against_compiled(config.tensor_model_parallel_size, experts, config.recompute_granularity, overlap)
+        if against is None:
+            return "compiled"
+        if impl == "compiled":
+            raise ValueError(f"model.impl=compiled is not possible with {against}; use auto")
+    return "transformer_engine" if uses_transformer_engine(impl) else "local"
+
+
 def uses_transformer_engine(impl: str) -> bool:
     """Whether `model.impl` means Transformer Engine's layers here: `auto` does where they can be imported.
 
@@ -266,10 +284,12 @@ class PackedGPT(GPTModel):
         config: TransformerConfig,
         chunk: int | None = None,
         *,
-        fused: bool = False,
+        impl: str = "local",
         value_head: bool = False,
     ) -> None:
-        layer, final_norm = _fused_layer(config) if fused else _local_layer(config)
+        layer, final_norm = _fused_layer(config) if impl == "transformer_engine" else _local_layer(config)
+        if impl == "compiled":
+            layer.module = CompiledLayer
         layers = get_num_layers_to_build(config, vp_stage=chunk)
         super().__init__(
             config=config,
@@ -345,8 +365,8 @@ def build_model(
     if trainable and model.router_aux_loss and getattr(hf, "num_local_experts", None) is None:
         raise ValueError(f"model.router_aux_loss={model.router_aux_loss}: the model ({hf.model_type}) has no experts")
     config = transformer_config(hf, DTYPES[model.dtype], parallel, recompute)
-    fused = uses_transformer_engine(model.impl)
-    config.moe_grouped_gemm = fused and config.num_moe_experts is not None
+    impl = layers_of(model.impl, config, overlap)
+    config.moe_grouped_gemm = impl == "transformer_engine" and config.num_moe_experts is not None
     hf_map = make_map(hf)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -356,7 +376,7 @@ def build_model(
     )
     chunks = []
     for chunk in range(virtual_stages(parallel) or 1):
-        module = PackedGPT(hf, config, chunk if virtual_stages(parallel) else None, fused=fused, value_head=value_head)
+        module = PackedGPT(hf, config, chunk if virtual_stages(parallel) else None, impl=impl, value_head=value_head)
         module.requires_grad_(trainable)
         for name, parameter in module.global_parameters():
             # Without its own initialisation Megatron forgets to mark weights as cut, and the gradient norm would then
