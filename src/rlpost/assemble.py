@@ -29,12 +29,13 @@ from rlpost.policy.megatron import MegatronPolicy
 from rlpost.residents import EngineMemory, Resident, Together, Unmoved
 from rlpost.rewards.judge import build_judge
 from rlpost.rollout.canary import Canary
-from rlpost.rollout.engine import SamplingParams
+from rlpost.rollout.engine import TAGS, SamplingParams
 from rlpost.rollout.engines import build_engine
 from rlpost.rollout.filters import GroupFilter, build_filter
 from rlpost.rollout.sampler import Sampler
 from rlpost.teacher import build_teacher_config, check_external
 from rlpost.teacher.build import build_teacher
+from rlpost.teacher.engine import OwnEngineTeacher
 from rlpost.types import Sample
 from rlpost.weights.checkpoint import CheckpointStore
 from rlpost.weights.publish import Publisher
@@ -230,8 +231,9 @@ def assemble(
             tokenizer,
             config.rollout,
             seed=seed,
-            leader=agreement.rank // config.engine.tensor_parallel,
-            leaders=policy.mesh.world_size // config.engine.tensor_parallel,
+            rank=agreement.rank,
+            ranks=policy.mesh.world_size,
+            engine_ranks=config.engine.tensor_parallel,
         ),
         group_filter=None if group_filter is None else build_filter(group_filter),
         judge=judge,
@@ -271,9 +273,19 @@ def phases_of(config: Config) -> list[PhaseConfig]:
         residents = [
             name for name in phase.residents if not (only_to_step.get(phase.name) and name.endswith(".optimizer"))
         ]
+        if phase.name == "teach":
+            residents = _to_teach(config.teacher or {}, residents)
         kept = [name for name in config.trainer.keep_on_device if name not in residents]
         phases.append(replace(phase, residents=residents + kept))
     return phases
+
+
+def _to_teach(teacher: Mapping[str, Any], residents: list[str]) -> list[str]:
+    """A teacher on an engine needs that, and no swap."""
+    if teacher.get("backend") != "engine":
+        return residents
+    engine = ["engine.weights", "engine.kv_cache"] if teacher.get("engine") == "shared" else ["teacher.engine"]
+    return [name for name in residents if name != "policy.optimizer"] + engine
 
 
 def _residents(
@@ -283,7 +295,7 @@ def _residents(
         return sum(math.prod(s.shape) * s.dtype.itemsize for s in engine.expected_tensors().values())
 
     on_gpu = this_device().type == "cuda"
-    found: dict[str, Resident] = {}
+    found: dict[str, Resident] = {"teacher.engine": Unmoved(lambda: 0)}
     for who, model in (("policy", policy), ("critic", critic.model if critic is not None else None)):
         if model is not None:
             sizes = model.resident_bytes()
@@ -294,6 +306,8 @@ def _residents(
     if on_gpu:
         found["engine.weights"] = EngineMemory(engine, ["weights"], engine_bytes)
         found["engine.kv_cache"] = EngineMemory(engine, ["kv_cache", "cuda_graph"], lambda: 0)
+        if isinstance(teacher, OwnEngineTeacher):
+            found["teacher.engine"] = EngineMemory(teacher.engine, TAGS, engine_bytes)
     else:  # one memory: nothing moves
         found |= {"engine.weights": Unmoved(engine_bytes), "engine.kv_cache": Unmoved(lambda: 0)}
     return found

@@ -182,6 +182,7 @@ def make_plan(config: Config, ranks: int, device_bytes: int, device: str, *, mov
         beside = {name for phase in phases_of(config) if phase.name == "publish" for name in phase.residents}
         free = device_bytes - sum(size for name, size in sizes.items() if name in beside)
         sizes |= _engine_bytes(config, hf, whole, engine_dtype(config).itemsize, max(lengths), data, free)
+        sizes["teacher.engine"] = sizes["engine.weights"] + sizes["engine.kv_cache"]  # where a phase names it
     micro = config.train.max_tokens_per_micro_batch
     activations = activation_bytes(hf, layout, micro, itemsize, config.train.recompute)
     table, needed = _table(config, sizes, activations, moves)
@@ -234,7 +235,7 @@ def _table(config: Config, sizes: dict[str, int], activations: int, moves: bool)
     """A line a phase: what is on the device meanwhile. moves: the rest is not there (on the CPU everything stays)."""
     from rlpost.assemble import phases_of
 
-    held = sum(size for name, size in sizes.items() if name != "engine.kv_cache")
+    held = sum(size for name, size in sizes.items() if name not in ("engine.kv_cache", "teacher.engine"))
     lines, needed = [f"{'phase':16s} {'':10s} what it holds"], 0
     for phase in phases_of(config):
         used = {name: sizes[name] for name in phase.residents if sizes.get(name)}
@@ -242,7 +243,11 @@ def _table(config: Config, sizes: dict[str, int], activations: int, moves: bool)
             used["activations (about)"] = activations
         there = sum(used.values())
         if not moves:
-            there = held + sum(size for name, size in used.items() if name not in sizes or name == "engine.kv_cache")
+            there = held + sum(
+                size
+                for name, size in used.items()
+                if name not in sizes or name in ("engine.kv_cache", "teacher.engine")
+            )
         elif (state := {"train": "policy.optimizer", "critic": "critic.optimizer"}.get(phase.name)) not in (
             None,
             *used,

@@ -36,7 +36,7 @@ PHASES = ("read", "rollout", "judge", "prepare", "values", "teach", "critic", "t
 TRAINED = ("policy.weights", "policy.optimizer", "critic.weights", "critic.optimizer")  # what a checkpoint reads
 RESIDENTS = (
     *("policy.weights", "policy.gradients", "policy.optimizer", "engine.weights", "engine.kv_cache"),
-    *("critic.weights", "critic.gradients", "critic.optimizer", "teacher.weights"),
+    *("critic.weights", "critic.gradients", "critic.optimizer", "teacher.weights", "teacher.engine"),
 )
 GROUP_MARGIN_S = 300.0  # the time limit of collectives is longer than any phase's: it would not say which rank hangs
 UNLIMITED_S = 7 * 86400.0
@@ -361,12 +361,17 @@ class Trainer:
 
     def _publish_now(self, step: int, metrics: dict[str, float]) -> None:
         if not self.rooms.engine.started:  # a run that only trains on rows may never need one
-            self.rooms.engine.start()
+            self._start_engines()
         metrics |= self.rooms.publisher.publish()
         self.rooms.canary.published()
         self._published_at = step
+
+    def _start_engines(self) -> None:
+        """One after the other, as an engine takes a share of the memory that is free: the teacher's sleeps again."""
         if self.rooms.teacher is not None:
-            metrics |= self.rooms.teacher.publish()
+            self.rooms.teacher.start()
+            self.rooms.machine.move(["policy.weights", "engine.weights"])
+        self.rooms.engine.start()
 
     def _policy_serves(self) -> bool:
         """The engine has the policy's weights: it did not sleep since, and no teacher has taken its turn."""

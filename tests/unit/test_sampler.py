@@ -28,20 +28,35 @@ class EchoEngine:
         return [Completion(list(r.prompt_ids), [-0.5] * len(r.prompt_ids), self.finish_reason, 7) for r in requests]
 
 
-def sampler(engine, *, leader=0, leaders=1, seed=0, **rollout):
-    return Sampler(engine, tiny_tokenizer(), RolloutConfig(**rollout), seed=seed, leader=leader, leaders=leaders)
+def sampler(engine, *, rank=0, ranks=1, engine_ranks=1, seed=0, **rollout):
+    ranks = {"rank": rank, "ranks": ranks, "engine_ranks": engine_ranks}
+    return Sampler(engine, tiny_tokenizer(), RolloutConfig(**rollout), seed=seed, **ranks)
 
 
 def test_shares_cover_all_prompts_once_and_seeds_do_not_depend_on_them():
     alone = EchoEngine()
     whole = sampler(alone).sample(PROMPTS, step=3)
     assert [(s.group_id, s.index) for s in whole] == [(group_id(3, p), i) for p in range(5) for i in range(4)]
-    for leaders in (2, 3, 8):
-        engines = [EchoEngine() for _ in range(leaders)]
-        parts = [sampler(e, leader=k, leaders=leaders).sample(PROMPTS, step=3) for k, e in enumerate(engines)]
+    for ranks in (2, 3, 8):
+        engines = [EchoEngine() for _ in range(ranks)]
+        parts = [sampler(e, rank=k, ranks=ranks).sample(PROMPTS, step=3) for k, e in enumerate(engines)]
         assert [(s.group_id, s.index) for part in parts for s in part] == [(s.group_id, s.index) for s in whole]
         assert [r.seed for e in engines for r in e.requests] == [r.seed for r in alone.requests]
         assert max(map(len, parts)) - min(map(len, parts)) <= 4  # one prompt
+
+
+@pytest.mark.parametrize(("ranks", "engine_ranks"), [(2, 2), (4, 2), (6, 3)])
+def test_ranks_of_one_engine_ask_for_the_same_and_share_what_it_gives(ranks, engine_ranks):
+    whole = sampler(EchoEngine()).sample(PROMPTS, step=3)
+    engines = [EchoEngine() for _ in range(ranks)]
+    samplers = [sampler(e, rank=k, ranks=ranks, engine_ranks=engine_ranks) for k, e in enumerate(engines)]
+    parts = [one.sample(PROMPTS, step=3) for one in samplers]
+    for k, engine in enumerate(engines):
+        assert engine.requests == engines[k // engine_ranks * engine_ranks].requests
+    found = [(s.group_id, s.index) for part in parts for s in part]
+    assert sorted(found) == sorted((s.group_id, s.index) for s in whole)
+    ranks_of = [{s.group_id for s in part} for part in parts]
+    assert sum(map(len, ranks_of)) == len(PROMPTS), "a group stays on one rank, whose feedback looks at all of it"
 
 
 def test_every_sample_of_a_run_has_a_seed_of_its_own():

@@ -132,13 +132,13 @@ def test_scores_are_those_of_the_teacher_and_not_of_the_student(slot, mode, poli
 def test_an_own_engine_is_published_to_only_when_the_teacher_moved(policy, models):
     room = Room(policy, models, "own")
     teacher, publisher = room.teacher, room.teacher.publisher
-    assert teacher.publish()["teacher/version"] == teacher.engine.version == 1
-    assert teacher.publish() == teacher.serve() == {} and publisher.version == 1
+    assert teacher.serve()["teacher/version"] == teacher.engine.version == 1
+    assert teacher.serve() == {} and publisher.version == 1
     teacher.after_optimizer_step()  # a periodic teacher moves after batches
-    assert teacher.publish() == {}
+    assert teacher.serve() == {}
     first = teacher.engine.digest()
     room.move()
-    assert teacher.publish()["teacher/version"] == 2 and teacher.engine.digest() != first
+    assert teacher.serve()["teacher/version"] == 2 and teacher.engine.digest() != first
     assert room.engine.digest() == first and room.publisher.served is policy  # the student's engine is left alone
 
     teacher.engine.sleep(["weights"])
@@ -153,26 +153,27 @@ def test_own_versions_go_on_after_a_resume_and_never_go_back(policy, models):
     room = Room(policy, models, "own")
     for _ in range(3):
         room.move()
-        room.teacher.publish()
+        room.teacher.serve()
     state = room.teacher.state_dict()
     assert state == {"batches": 3, "version": 3}
     resumed = Room(policy, models, "own").teacher
     resumed.load_state_dict(state)
-    assert resumed.publish()["teacher/version"] == 3 and resumed.state_dict() == state
+    assert resumed.serve()["teacher/version"] == 3 and resumed.state_dict() == state
     room.move()
-    room.teacher.publish()
+    room.teacher.serve()
     room.teacher.load_state_dict(state)  # a run that falls back to a checkpoint goes on with its engines
-    assert room.teacher.publish()["teacher/version"] == 5
+    assert room.teacher.serve()["teacher/version"] == 5
     resumed.load_state_dict({"batches": 2})  # of a run with teacher.backend=swap
     fresh = Room(policy, models, "own").teacher
     fresh.load_state_dict({"batches": 2})
-    assert fresh.publish()["teacher/version"] == 1
+    assert fresh.serve()["teacher/version"] == 1
 
 
 def test_in_a_shared_engine_no_version_means_both(policy, models):
     room = Room(policy, models, "shared")
     teacher, publisher, engine = room.teacher, room.publisher, room.engine
-    assert teacher.publish() == {} and publisher.served is policy and engine.version == 1
+    teacher.start()
+    assert publisher.served is policy and engine.version == 1
     students = engine.digest()
     room.move()
     assert teacher.serve()["teacher/version"] == engine.version == 2
@@ -220,7 +221,7 @@ def test_a_score_that_cannot_be_used_teaches_nothing_and_is_counted(name, policy
     change, said = FAULTS[name]
     room = Room(policy, models, "own", max_bad_payload_fraction=0.3)
     teacher = room.teacher
-    teacher.publish()
+    teacher.serve()
     score = teacher.engine.score
     teacher.engine.score = lambda ids, starts, **asked: [
         change(s) if len(sequence) == 9 else s for sequence, s in zip(ids, score(ids, starts, **asked))
@@ -238,7 +239,7 @@ def test_a_score_that_cannot_be_used_teaches_nothing_and_is_counted(name, policy
 
 def test_a_token_that_the_teacher_rules_out_stays_finite(policy, models):
     room = Room(policy, models, "own")
-    room.teacher.publish()
+    room.teacher.serve()
     score = room.teacher.engine.score
     change = spoiled(logprobs=at_first(-torch.inf), topk_logprobs=at_first(-torch.inf))
     room.teacher.engine.score = lambda *given, **asked: [change(s) for s in score(*given, **asked)]
@@ -251,7 +252,7 @@ def test_a_token_that_the_teacher_rules_out_stays_finite(policy, models):
 def test_ranks_of_one_engine_ask_together_and_each_gets_its_own(policy, models, monkeypatch):
     room = Room(policy, models, "own")
     teacher, update = room.teacher, room.update()
-    teacher.publish()
+    teacher.serve()
     alone = teacher._ask(update.samples)
     teacher._engine_group = SimpleNamespace(rank=lambda: 1)
     others = ([[1, 2, 3], [4, 5]], [1, 1])
@@ -263,7 +264,7 @@ def test_ranks_of_one_engine_ask_together_and_each_gets_its_own(policy, models, 
 
 def test_a_step_without_taught_samples_asks_for_nothing(policy, models):
     room = Room(policy, models, "own")
-    room.teacher.publish()
+    room.teacher.serve()
     room.teacher.engine.score = None
     update = room.update()
     for sample in update.samples:

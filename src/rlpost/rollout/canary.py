@@ -6,6 +6,7 @@ An engine that woke without a publish serves garbage and says nothing: every tok
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from rlpost.policy.protocol import Policy
     from rlpost.rollout.engine import Engine
     from rlpost.types import MicroBatch
+
+log = logging.getLogger(__name__)
 
 TOKENS = 64
 # Nats, in the mean over the tokens: kernels differ by rounding, some .01 in half precision.
@@ -63,12 +66,14 @@ class Canary:
                 "rollout.canary=off goes on regardless"
             )
         self._expected = None
+        log.info("the engine serves the trainer's weights: mean |Δ log-prob| %.2g", gap)
         if self._mode == "first":
             self._mode = "off"
-        self._found = {"rollout/canary": gap}
+        else:
+            self._found = {"rollout/canary": gap}
 
     def metrics(self) -> dict[str, float]:
-        """rollout/canary: the mean |Δ log-prob| of the last comparison, told once."""
+        """rollout/canary, where every publish is compared: the mean |Δ log-prob|."""
         found, self._found = self._found, {}
         return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from itertools import compress
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -17,18 +18,26 @@ from rlpost.types import Prompt, Sample, groups
 class Sampler:
     """Samples this rank's share of the prompts on this rank's engine.
 
-    Every leader (first rank of its engine's tensor-parallel group) is given the same prompts and takes an even,
-    contiguous part of them (`rollout.schedule: static`); all samples of a prompt stay on one engine, which computes
-    the prompt once. What is sampled does not depend on the number of leaders.
+    Every engine is given an even, contiguous part of the prompts (`rollout.schedule: static`), and with it all samples
+    of a prompt, which it computes once. `engine_ranks` neighbouring ranks share an engine: all of them ask for its
+    whole part, and each keeps every engine_ranks-th prompt. What is sampled does not depend on the number of ranks.
     """
 
     def __init__(
-        self, engine: Engine, tokenizer: Any, config: RolloutConfig, *, seed: int, leader: int = 0, leaders: int = 1
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        config: RolloutConfig,
+        *,
+        seed: int,
+        rank: int = 0,
+        ranks: int = 1,
+        engine_ranks: int = 1,
     ):
-        if not 0 <= leader < leaders:
-            raise ValueError(f"leader={leader}: 0 … {leaders - 1}")
+        if not 0 <= rank < ranks or ranks % engine_ranks:
+            raise ValueError(f"rank={rank} of ranks={ranks}, engine_ranks={engine_ranks}: engines need equal parts")
         self.engine, self.tokenizer, self.config = engine, tokenizer, config
-        self.seed, self.leader, self.leaders = seed, leader, leaders
+        self.seed, self.rank, self.ranks, self.engine_ranks = seed, rank, ranks, engine_ranks
         self.params = SamplingParams(
             max_tokens=config.max_response_tokens,
             temperature=config.temperature,
@@ -54,17 +63,20 @@ class Sampler:
         prompt, where a step samples more than once.
         """
         n, params = n or self.config.samples_per_prompt, params or self.params
-        start, end = (len(prompts) * k // self.leaders for k in (self.leader, self.leader + 1))
+        engine, engines = self.rank // self.engine_ranks, self.ranks // self.engine_ranks
+        start, end = (len(prompts) * k // engines for k in (engine, engine + 1))
         drawn = [(position, index) for position in range(start, end) for index in range(n)]
         requests = [
             Request(prompts[p].ids, params, sample_seed(self.seed, stream, step, prompts[p].id, first + p, i))
             for p, i in drawn
         ]
         completions = self.engine.generate(requests) if requests else []
+        mine = [(p - start) % self.engine_ranks == self.rank % self.engine_ranks for p, _ in drawn]
+        completions = list(compress(completions, mine))
         texts = decode_all(self.tokenizer, [completion.ids for completion in completions])
         return [
             self._sample(prompts[p], group_id(step, first + p), i, completion, text)
-            for (p, i), completion, text in zip(drawn, completions, texts)
+            for (p, i), completion, text in zip(compress(drawn, mine), completions, texts)
         ]
 
     def _sample(self, prompt: Prompt, group: int, index: int, completion: Completion, text: str) -> Sample:

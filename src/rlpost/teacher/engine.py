@@ -147,14 +147,15 @@ class EngineTeacher(SnapshotTeacher):
 
 
 class OwnEngineTeacher(EngineTeacher):
-    """`teacher.engine=own`: the teacher stays on `engine`, a second one, under versions of its own."""
+    """`teacher.engine=own`: the teacher stays on `engine`, a second one, under versions of its own. Where memory moves
+    the engine sleeps but for the scoring, and its weights come anew each time, as they do where the teacher moves."""
 
-    def publish(self) -> dict[str, float]:
-        return self.serve()
-
-    def serve(self) -> dict[str, float]:
+    def start(self) -> None:
         if not self.engine.started:
             self.engine.start()
+
+    def serve(self) -> dict[str, float]:
+        self.start()
         return super().serve()
 
     def close(self) -> None:
@@ -162,7 +163,8 @@ class OwnEngineTeacher(EngineTeacher):
             self.engine.close()
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"version": self.publisher.named}
+        """version: that which today's weights have, or will have when they are published."""
+        return super().state_dict() | {"version": self.publisher.version + (self._published != self.moves)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Versions begin where the checkpoint's were; those of an engine that serves already only advance."""

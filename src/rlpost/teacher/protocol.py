@@ -17,10 +17,8 @@ class Teacher(Protocol):
     blank: dict[str, Tensor]  # one row [1, …] for each field that `score` sets, of a sample that it did not score
     own_tag: str | None  # the snapshot that began as the student, None for other models
 
-    def publish(self) -> dict[str, float]:
-        """The student was just published: bring what moved to an engine of the teacher's own. Metrics of what was
-        done. Collective."""
-        ...
+    def start(self) -> None:
+        """An engine of its own, where it has one. Collective."""
 
     def serve(self) -> dict[str, float]:
         """Before the scoring of a step: be ready, also on an engine that others use meanwhile. Metrics of what was

@@ -62,8 +62,8 @@ class SnapshotTeacher:
         self.snapshots.ema("student", TAG, self.config.alpha)
         self.moves += 1
 
-    def publish(self) -> dict[str, float]:
-        return {}
+    def start(self) -> None:
+        """Snapshots are there."""
 
     def serve(self) -> dict[str, float]:
         return {}

@@ -12,6 +12,7 @@ from torch import Tensor
 from rlpost.rollout.engine import Bucket, TensorSpec
 
 ALIGNMENT = 16  # bytes: every dtype can be viewed at such an offset
+TOGETHER = 32  # tensors copied by one call; they are kept that long
 
 
 def iter_buckets(
@@ -19,27 +20,40 @@ def iter_buckets(
 ) -> Iterator[Bucket]:
     """Pack named tensors, cast to `dtype_of(name)`, into buckets of at most `bucket_bytes`.
 
-    A larger tensor travels alone in a bucket of its own size; no bucket is empty. Tensors are copied as they come
-    and none is kept, and the generator forgets a bucket before it fills the next: with the consumer's, at most two
-    are alive. Buffers are never reused.
+    A larger tensor travels alone in a bucket of its own size; no bucket is empty. A few tensors at a time are copied
+    and forgotten, and so is a bucket before the next is filled: with the consumer's, at most two are alive. Buffers are
+    never reused.
     """
     if bucket_bytes < ALIGNMENT:
         raise ValueError(f"bucket_bytes={bucket_bytes}: at least {ALIGNMENT}")
     bucket, used = None, 0
+    waiting: tuple[list[Tensor], list[Tensor]] = [], []  # views of the buffer, and what goes there
     for name, tensor in tensors:
         spec = TensorSpec(tuple(tensor.shape), dtype_of(name))
         size = prod(spec.shape) * spec.dtype.itemsize
         if bucket is not None and used + size > bucket.buffer.numel():
+            _copy(*waiting)
             yield _cut(bucket, used)
             bucket = None
         if bucket is None:
             buffer = torch.empty(max(bucket_bytes, size), dtype=torch.uint8, device=tensor.device)
             bucket, used = Bucket(buffer), 0
-        _view(bucket.buffer, spec, used).copy_(tensor.detach())
+        waiting[0].append(_view(bucket.buffer, spec, used))
+        waiting[1].append(tensor.detach())
+        if len(waiting[0]) == TOGETHER:
+            _copy(*waiting)
         bucket.entries.append((name, spec, used))
         used += -(-size // ALIGNMENT) * ALIGNMENT
     if bucket is not None:
+        _copy(*waiting)
         yield _cut(bucket, used)
+
+
+def _copy(views: list[Tensor], tensors: list[Tensor]) -> None:
+    if views:
+        torch._foreach_copy_(views, tensors)  # one launch on a GPU for many tensors
+    views.clear()
+    tensors.clear()
 
 
 def unpack(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:

@@ -84,6 +84,7 @@ class Publisher:
         """
         start = time.perf_counter()
         if not self._checked:
+            self._specs = self.engines[0].expected_tensors() if self.engines else {}
             self._dtype = self._common_dtype()
             self._together("match the weights", self._compare_names)
             self._checked = True
@@ -178,7 +179,7 @@ class Publisher:
             yield name, tensor
 
     def _dtype_of(self, name: str) -> torch.dtype:
-        return self.engines[0].expected_tensors()[name].dtype
+        return self._specs[name].dtype
 
     def _together(self, what: str, action: Callable[[], T]) -> T:
         """Do it on every rank; where one rank fails, PublishError on all of them."""
