@@ -23,8 +23,8 @@ from rlpost.observe.observer import Observer
 from rlpost.parallel import all_gather_objects
 from rlpost.parallel import device as this_device
 from rlpost.phases import Agreement, PhaseMachine
-from rlpost.policy.build import DTYPES
 from rlpost.policy.critic import Critic
+from rlpost.policy.hf_config import DTYPES
 from rlpost.policy.megatron import MegatronPolicy
 from rlpost.residents import EngineMemory, Resident, Together, Unmoved
 from rlpost.rewards.judge import build_judge

@@ -70,7 +70,7 @@ def parameters_of_stage(hf: PreTrainedConfig, layout: Layout, stage: int) -> Par
     """Of one rank of pipeline stage `stage`: layers as Megatron deals them, the embedding on the first, the head on the
     last (a copy where it is tied)."""
     from rlpost.parallel import layers_of_stages
-    from rlpost.policy.build import head_dim
+    from rlpost.policy.hf_config import head_dim
     from rlpost.policy.hf_map import padded_groups, padded_vocabulary
 
     H, D, tp = hf.hidden_size, head_dim(hf), layout.tensor
@@ -114,7 +114,7 @@ def activation_bytes(hf: PreTrainedConfig, layout: Layout, tokens: int, itemsize
     outputs of norms, the projections of attention, gate, up and their product; with recompute=full one layer of these
     and each layer's input."""
     from rlpost.parallel import layers_of_stages
-    from rlpost.policy.build import head_dim
+    from rlpost.policy.hf_config import head_dim
 
     H, D = hf.hidden_size, head_dim(hf)
     query, key = hf.num_attention_heads * D, hf.num_key_value_heads * D
@@ -149,7 +149,7 @@ def make_plan(config: Config, ranks: int, device_bytes: int, device: str, *, mov
     from rlpost.assemble import engine_dtype, phases_of
     from rlpost.data.dataset import PromptDataset
     from rlpost.parallel import check_layout
-    from rlpost.policy.build import DTYPES, read_config
+    from rlpost.policy.hf_config import DTYPES, read_config
 
     layout = layout_of(config.parallel, data := check_layout(config.parallel, ranks))
     hf = read_config(config.model.path)
@@ -218,7 +218,7 @@ def _engine_bytes(
     config: Config, hf: PreTrainedConfig, parameters: int, itemsize: int, longest: int, data: int, free: int
 ) -> dict[str, int]:
     """free: on the device as the engine starts."""
-    from rlpost.policy.build import head_dim
+    from rlpost.policy.hf_config import head_dim
 
     weights = parameters * itemsize // config.engine.tensor_parallel
     if config.engine.name == "sglang":  # takes its share whole

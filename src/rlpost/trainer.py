@@ -22,6 +22,7 @@ from rlpost.config.checks import check_config
 from rlpost.config.compose import load_config
 from rlpost.config.schema import Config
 from rlpost.phases import Agreement
+from rlpost.rollout.engines import check_installed
 from rlpost.signals import StopOnSignal
 from rlpost.types import Sample
 
@@ -85,10 +86,12 @@ class Trainer:
         given["eval_data"] = eval_data
         objects = {name: value for name, value in given.items() if value is not None}
         check_config(config, objects)
+        check_installed(config.engine.name)
         # Megatron and Transformers load only now: a wrong configuration has failed within a second.
         from rlpost.assemble import assemble
         from rlpost.parallel import init_distributed
         from rlpost.persist import find_checkpoint, restore_checkpoint, run_directory, write_provider
+        from rlpost.rollout.serving import Serving
 
         limits = [config.trainer.phase_timeout_s, *(p.timeout_s for p in config.phases if p.timeout_s is not None)]
         init_distributed(max(limits) + GROUP_MARGIN_S if all(limits) else UNLIMITED_S)
@@ -108,7 +111,7 @@ class Trainer:
             write_provider(self.rooms)
             self.step_number = restore_checkpoint(self.rooms, checkpoint)  # steps done
         self.last_metrics: dict[str, float] = {}
-        self._published_at: int | None = None
+        self._serving = Serving(self.rooms)
         self._stopping = False
 
     @classmethod
@@ -161,7 +164,7 @@ class Trainer:
         """One step: the configured phases in their order. Returns its metrics."""
         if "rollout" in self.rooms.algorithm.needs:
             with self._guard("publish"):
-                self._ensure_published()
+                self._serving.refresh(self.step_number)
         start = time.perf_counter()
         position = self.rooms.data.state()
         work = StepWork(step=self.step_number)
@@ -190,7 +193,7 @@ class Trainer:
         if not self.rooms.eval_sets:
             return {}
         with self._guard("evaluate"):
-            self._serve()
+            self._serving.ready(self.step_number)
             found = evaluate(self.rooms, self.step_number)
         self.rooms.guards.evaluated(self.step_number, found)
         return found
@@ -200,7 +203,7 @@ class Trainer:
         from rlpost.evaluate import generate
 
         with self._guard("generate"):
-            self._serve()
+            self._serving.ready(self.step_number)
             return generate(self.rooms, prompts, n, self.step_number, **sampling)
 
     def score(self, prompts: Sequence[str | list[dict[str, str]]], responses: Sequence[str]) -> list[list[float]]:
@@ -308,7 +311,7 @@ class Trainer:
             if update.has_signal:
                 micros = self.rooms.batcher.pack(update)
                 steps.append(self.rooms.critic.train_step(micros, self.rooms.algorithm.value_loss))
-                self._count_skipped("critic", steps[-1], "critic")
+                self.rooms.guards.gradient("critic", steps[-1], "critic", self.config.train)
         work.metrics |= _means(steps)
 
     def _train(self, work: StepWork) -> None:
@@ -328,7 +331,7 @@ class Trainer:
                 micro.teacher_head = teacher.head
             steps.append(self.rooms.policy.train_step(micros, self.rooms.algorithm.loss))
             moved = not steps[-1]["train/skipped"]
-            self._count_skipped("optim", steps[-1], "train")
+            self.rooms.guards.gradient("optim", steps[-1], "train", self.config.train)
             work.moved |= moved
         work.teacher_due = moved
         work.metrics |= _means(steps)
@@ -346,10 +349,8 @@ class Trainer:
         work.metrics |= teacher_distance(self.rooms)
 
     def _publish(self, work: StepWork) -> None:
-        if not work.moved and self._policy_serves():
-            self._published_at = self.step_number + 1  # what is served is still the policy
-            return
-        self._publish_now(self.step_number + 1, work.metrics)
+        if work.moved or not self._serving.still_published(self.step_number + 1):
+            work.metrics |= self._serving.publish(self.step_number + 1)
 
     # What the phases lean on.
 
@@ -359,55 +360,8 @@ class Trainer:
         with self._guard("evaluate"):
             self._stopping |= self.rooms.agreement.meet(len(self.rooms.machine.phases))[0]
 
-    def _publish_now(self, step: int, metrics: dict[str, float]) -> None:
-        if not self.rooms.engine.started:  # a run that only trains on rows may never need one
-            self._start_engines()
-        metrics |= self.rooms.publisher.publish()
-        self.rooms.canary.published()
-        self._published_at = step
-
-    def _start_engines(self) -> None:
-        """One after the other, as an engine takes a share of the memory that is free: the teacher's sleeps again."""
-        if self.rooms.teacher is not None:
-            self.rooms.teacher.start()
-            self.rooms.machine.move(["policy.weights", "engine.weights"])
-        self.rooms.engine.start()
-
-    def _policy_serves(self) -> bool:
-        """The engine has the policy's weights: it did not sleep since, and no teacher has taken its turn."""
-        return self.rooms.engine.serving and self.rooms.publisher.served is self.rooms.policy
-
-    def _serve(self) -> None:
-        """Ready to sample outside the phases."""
-        self._ensure_published()
-        phases = {phase.name: phase.residents for phase in self.rooms.machine.phases}
-        self.rooms.machine.move(phases.get("rollout", ["policy.weights", "engine.weights", "engine.kv_cache"]))
-        self.rooms.canary.check()
-
     def _bring_trained(self) -> None:
         self.rooms.machine.bring(*(name for name in TRAINED if name in self.rooms.machine.residents))
-
-    def _ensure_published(self) -> None:
-        """An engine never serves before its first commit, nor other weights than the trainer's policy: neither older
-        ones nor a teacher's."""
-        if self._published_at != self.step_number or not self._policy_serves():
-            self.rooms.machine.move(["policy.weights", "engine.weights"])
-            self._publish_now(self.step_number, {})
-
-    def _count_skipped(self, optimizer: str, metrics: Mapping[str, float], prefix: str) -> None:
-        from rlpost.policy.loss_scale import scale_is_settling
-
-        counts, skipped = self.rooms.guards.skipped_in_a_row, metrics[f"{prefix}/skipped"] > 0
-        if skipped and scale_is_settling(metrics, prefix):
-            return
-        counts[optimizer] = in_a_row = counts[optimizer] + 1 if skipped else 0
-        if skipped and not self.config.train.skip_nonfinite:
-            raise RuntimeError("the gradient is not finite (train.skip_nonfinite=false)")
-        if in_a_row > self.config.train.max_skipped:
-            raise RuntimeError(
-                f"{in_a_row} optimizer steps in a row had gradients that are not finite "
-                f"(train.max_skipped={self.config.train.max_skipped}): lower {optimizer}.lr, or look at the rollouts"
-            )
 
     def _heed_guards(self) -> None:
         """Every rank has the same metrics, so all do the same."""
@@ -422,7 +376,8 @@ class Trainer:
             with self._guard("fall back"):
                 self._bring_trained()
                 went_back = fall_back(self.rooms, self.step_number)
-            self._published_at, self._stopping = None, self._stopping or not went_back
+            self._serving.weights_replaced()
+            self._stopping |= not went_back
 
     def _guard(self, what: str) -> AbstractContextManager[None]:
         return self.rooms.agreement.guard(what, self.step_number)

@@ -11,7 +11,7 @@ from tiny_models import make_policy
 from rlpost.config.schema import ParallelConfig
 from rlpost.parallel import check_layout, init_distributed
 from rlpost.plan import layout_of, parameters_of_stage, trained_bytes
-from rlpost.policy.build import read_config
+from rlpost.policy.hf_config import read_config
 
 LAYOUTS = [
     ("llama-tied", {}),

@@ -1,11 +1,13 @@
 """Combinations that are refused at launch, each with a sentence: one table."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
 from overrides import command
 from tiny_policy import tiny_model
 
+from rlpost import Trainer
 from rlpost.config.checks import check_config
 from rlpost.config.compose import ConfigError, load_config
 
@@ -193,6 +195,17 @@ REFUSED = {
         "algorithm.advantage=no.such.fn",
     ),
     "phases without the teacher's": ("sdpo", ["phases=grpo"], "phases lacks teach, teacher_update"),
+    "no such resident": (
+        "grpo",
+        ["trainer.keep_on_device=[policy.optimiser]"],
+        "trainer.keep_on_device has no resident 'policy.optimiser'",
+    ),
+    "compiled layers that are cut": (
+        "grpo",
+        ["model.impl=compiled", "parallel.tensor=2"],
+        "model.impl=compiled is not allowed with parallel.tensor=2",
+    ),
+    "a canary that nobody knows": ("grpo", ["rollout.canary=never"], "rollout.canary=never is not allowed"),
     "PPO without its phases": ("ppo", ["phases=grpo"], "phases lacks values, critic"),
     "a critic's phases without one": ("grpo", ["phases=ppo"], "phase 'values' needs a critic"),
     "a critic's settings without one": (
@@ -275,3 +288,21 @@ def _withdrawn(given: str, overrides: list[str]) -> bool:
         if any(o.startswith(f"{group}=") for o in overrides) and given.startswith((f"{group}=", f"{group}.")):
             return True
     return given.startswith("phases=") and any(o.startswith("phases=") for o in overrides)
+
+
+def test_phases_need_what_they_work_on(tiny, tmp_path):
+    config = load_config(None, command(tiny, tmp_path, "sdpo"))
+    teach = next(phase for phase in config.phases if phase.name == "teach")
+    teach.residents = ["policy.weights"]
+    with pytest.raises(ConfigError, match="phase 'teach' lacks policy.optimizer among its residents: it works on them"):
+        check_config(config)
+    config.teacher["backend"] = "engine"
+    config.algorithm["top_k_ids"] = "teacher"
+    check_config(config)  # no swap
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is installed here")
+def test_an_engine_that_is_not_installed(tiny, tmp_path):
+    with pytest.raises(ConfigError, match="SGLang is not installed: pip install"):
+        Trainer(load_config(None, command(tiny, tmp_path, "grpo", "engine.name=sglang")))
+    assert not (tmp_path / "run").exists()

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rlpost.config.compose import ConfigError
+from rlpost.config.phase_checks import phase_mistakes
 from rlpost.config.schema import Config, CriticConfig, ParallelConfig
 
 if TYPE_CHECKING:
@@ -67,28 +68,6 @@ AT_LEAST = {
     "critic.loss_scale_hysteresis": 1,
     "critic.alone_steps": 0,
 }
-# What each phase needs to have run before it in the same step.
-AFTER = {
-    "judge": "rollout",
-    "prepare": None,
-    "values": "prepare",
-    "critic": "values",
-    "teach": "prepare",
-    "train": "prepare",
-    "teacher_update": "train",
-    "publish": "train",
-}
-# What each phase works on, as far as that can be said without the other fields.
-USES = {
-    "rollout": ("engine.weights", "engine.kv_cache"),
-    "prepare": ("policy.weights",),
-    "values": ("critic.weights",),
-    "critic": ("critic.weights", "critic.gradients"),
-    "teach": ("policy.weights",),
-    "train": ("policy.weights", "policy.gradients"),
-    "teacher_update": ("policy.weights", "policy.optimizer"),
-    "publish": ("policy.weights", "engine.weights"),
-}
 
 
 def check_config(
@@ -122,7 +101,7 @@ def _mistakes(config: Config, objects: Mapping[str, Any], ranks: int) -> Iterato
     else:
         yield from _algorithm_mistakes(config, algorithm, objects)
         yield from _critic_mistakes(config, algorithm)
-        yield from _phase_mistakes(config, algorithm)
+        yield from phase_mistakes(config, algorithm)
 
 
 def _fallback_mistakes(config: Config, objects: Mapping[str, Any]) -> Iterator[str]:
@@ -378,44 +357,6 @@ def _weight_mistakes(path: Path) -> Iterator[str]:
 def _missing_file(key: str, source: Any) -> Iterator[str]:
     if isinstance(source, str) and Path(source).suffix in (".jsonl", ".json", ".parquet") and not Path(source).exists():
         yield f"{key}={source} does not exist"
-
-
-def _phase_mistakes(config: Config, algorithm: Algorithm) -> Iterator[str]:
-    from rlpost.trainer import PHASES, RESIDENTS
-
-    names = [phase.name for phase in config.phases]
-    for resident in config.trainer.keep_on_device:
-        if resident not in RESIDENTS:
-            yield f"trainer.keep_on_device has no resident {resident!r}. There are: {', '.join(RESIDENTS)}"
-    if not names:
-        yield "phases is empty: choose phases=sdpo, phases=grpo, phases=ppo or phases=sft"
-    for i, phase in enumerate(config.phases):
-        if phase.name not in PHASES:
-            yield f"phases has no phase {phase.name!r}. There are: {', '.join(PHASES)}"
-        elif (needed := AFTER.get(phase.name)) and needed not in names[:i]:
-            yield f"phase {phase.name!r} stands before {needed!r}, which it needs: change the order in phases"
-        if phase.retries and phase.name not in ("rollout", "judge"):
-            yield f"phase {phase.name!r} has retries={phase.retries}; only rollout and judge can be repeated"
-        if phase.timeout_s is not None and phase.timeout_s < 0:
-            yield f"phase {phase.name!r} has timeout_s={phase.timeout_s}; it is at least 0 (0: without a limit)"
-        for resident in phase.residents:
-            if resident not in RESIDENTS:
-                yield f"phase {phase.name!r} has no resident {resident!r}. There are: {', '.join(RESIDENTS)}"
-        lacking = [name for name in USES.get(phase.name, ()) if name not in phase.residents]
-        if lacking:
-            yield f"phase {phase.name!r} lacks {', '.join(lacking)} among its residents: it works on them"
-    doubled = sorted({n for n in names if names.count(n) > 1})
-    if doubled:
-        yield f"phases names {', '.join(doubled)} more than once"
-    needs = {"rollout", "judge", "publish"} if "rollout" in algorithm.needs else {"read"}
-    needs |= {"prepare", "train"} | ({"values", "critic"} if "values" in algorithm.needs else set())
-    if "teacher" in algorithm.needs:
-        needs.add("teach")
-        if config.teacher and config.teacher.get("update", "ema") in ("ema", "periodic"):
-            needs.add("teacher_update")
-    missing = [name for name in PHASES if name in needs - set(names)]
-    if names and missing:
-        yield f"phases lacks {', '.join(missing)}, which algorithm.name={algorithm.name} needs: choose another phases=…"
 
 
 def _model_config(directory: str) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping
 from statistics import fmean
 from typing import Any
 
-from rlpost.config.schema import GuardsConfig
+from rlpost.config.schema import GuardsConfig, TrainConfig
+from rlpost.policy.loss_scale import scale_is_settling
 
 REWARD, LENGTH, DISTANCE = "rollout/reward/mean", "rollout/response_tokens/mean", "ema/distance"
 ENTROPIES = ("policy/entropy", "sdpo/student_entropy")
@@ -45,6 +46,20 @@ class Guards:
         begun = [text for name, text in alarms.items() if name not in self.raised]
         self.raised = (self.raised - means.keys()) | alarms.keys()
         return begun
+
+    def gradient(self, optimizer: str, metrics: Mapping[str, float], prefix: str, train: TrainConfig) -> None:
+        """An optimizer step's `<prefix>/skipped`: RuntimeError where a gradient that is not finite ends the run."""
+        counts, skipped = self.skipped_in_a_row, metrics[f"{prefix}/skipped"] > 0
+        if skipped and scale_is_settling(metrics, prefix):
+            return
+        counts[optimizer] = in_a_row = counts[optimizer] + 1 if skipped else 0
+        if skipped and not train.skip_nonfinite:
+            raise RuntimeError("the gradient is not finite (train.skip_nonfinite=false)")
+        if in_a_row > train.max_skipped:
+            raise RuntimeError(
+                f"{in_a_row} optimizer steps in a row had gradients that are not finite "
+                f"(train.max_skipped={train.max_skipped}): lower {optimizer}.lr, or look at the rollouts"
+            )
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """The metrics of an evaluation after this many steps: `eval/<name>/mean@n` of each set."""

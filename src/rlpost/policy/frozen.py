@@ -9,7 +9,7 @@ import torch
 from rlpost.config.schema import ModelConfig, ParallelConfig
 from rlpost.policy.hf_io import SafetensorsReader
 from rlpost.policy.hf_map import is_expert
-from rlpost.policy.megatron import MegatronModel
+from rlpost.policy.model import MegatronModel
 
 
 class FrozenModel(MegatronModel):

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING
 
+from rlpost.config.compose import ConfigError
 from rlpost.config.schema import EngineConfig
 
 if TYPE_CHECKING:
     import torch
 
     from rlpost.rollout.engine import Engine
+
+
+def check_installed(name: str) -> None:
+    """ConfigError where the packages of this engine are not there."""
+    if name == "sglang" and importlib.util.find_spec("sglang") is None:
+        raise ConfigError(
+            ["engine.name=sglang, but SGLang is not installed: pip install 'rlpost[gpu]', or choose engine.name=torch"]
+        )
 
 
 def build_engine(config: EngineConfig, model_path: str, *, dtype: torch.dtype, seed: int = 0) -> Engine:
