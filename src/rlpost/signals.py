@@ -10,6 +10,7 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from rlpost.failures import PhaseError
 from rlpost.launcher import STOPPED, leave
 
 if TYPE_CHECKING:
@@ -45,9 +46,11 @@ class StopOnSignal:
         self._thread = threading.Thread(target=self._heed, name="rlpost-signals", daemon=True)
         self._thread.start()
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if not self._former:
             return
+        if isinstance(error, PhaseError) and self.agreement.distributed:
+            return  # torchrun sends SIGTERM to the ranks that are left, which have yet to say why they end
         for number, handler in self._former.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._former_pipe)
