@@ -6,6 +6,7 @@ All functions are pure and deterministic: every rank calls them with the same le
 from __future__ import annotations
 
 import heapq
+import os
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Literal
@@ -56,10 +57,41 @@ def micro_batch_count(samples: Sequence[Sample], max_tokens: int, use: Use = "st
 
 
 def run_tokens(samples: Sequence[Sample], use: Use = "student") -> int:
-    """How many tokens the model runs for these samples in one micro-batch: a prompt that several share counts once."""
+    """How many tokens the model runs for these samples in one micro-batch: what a group's prompts have in common counts
+    once."""
     samples = _used(samples, use)
-    prompts = {tuple(_prompt_ids(sample, use)) for sample in samples}
-    return sum(map(len, prompts)) + sum(len(sample.response_ids) for sample in samples)
+    return sum(
+        shared + sum(_tokens(samples[i], use) - shared for i in members)
+        for shared, members in _by_group(samples, use)
+    )
+
+
+def worth_sharing(saved: int, tokens: int) -> bool:
+    """Whether sequences of so many tokens should run their common beginning once: cut in pieces they cost attention
+    more, and their keys are gathered."""
+    return 16 * saved >= tokens > 0 < saved
+
+
+def _by_group(samples: Sequence[Sample], use: Use) -> list[tuple[int, list[int]]]:
+    """Samples of one student's prompt (indices), and how many tokens their sequences share from the start."""
+    by_prompt: dict[tuple[int, ...], list[int]] = {}
+    for index, sample in enumerate(samples):
+        by_prompt.setdefault(tuple(sample.prompt.ids), []).append(index)
+    return [(_shared([samples[i] for i in members], use), members) for members in by_prompt.values()]
+
+
+def _shared(samples: Sequence[Sample], use: Use) -> int:
+    """What all prompts begin with, where sharing is worth it for any two of them; else 0."""
+    if use == "student":
+        common = len(samples[0].prompt.ids)
+    else:
+        common = len(os.path.commonprefix([_prompt_ids(sample, use) for sample in samples]))
+    longest = max(_tokens(sample, use) for sample in samples)
+    return common if len(samples) > 1 and worth_sharing(common, 2 * longest) else 0
+
+
+def _tokens(sample: Sample, use: Use) -> int:
+    return len(_prompt_ids(sample, use)) + len(sample.response_ids)
 
 
 def pack(
@@ -82,7 +114,7 @@ def pack(
     samples = _used(samples, use)
     bins = _bins(samples, max_tokens, use) or [[]]
     if count is not None:
-        lengths = [len(_prompt_ids(sample, use)) + len(sample.response_ids) for sample in samples]
+        lengths = [_tokens(sample, use) for sample in samples]
         bins = _split_to(bins, lengths, count)
     fields = _field_examples(samples, defaults or {})
     return [_micro_batch([samples[i] for i in members], use, fields, defaults or {}) for members in bins]
@@ -109,21 +141,18 @@ def _used(samples: Sequence[Sample], use: Use) -> Sequence[Sample]:
 
 def _bins(samples: Sequence[Sample], max_tokens: int, use: Use) -> list[list[int]]:
     """Indices for each micro-batch."""
-    by_prompt: dict[tuple[int, ...], list[int]] = {}
-    for index, sample in enumerate(samples):
-        by_prompt.setdefault(tuple(_prompt_ids(sample, use)), []).append(index)
-    bundles: list[list[int]] = []  # samples with one prompt that fit together
+    bundles: list[list[int]] = []  # samples of one group that fit together
     costs: list[int] = []
-    for prompt, members in by_prompt.items():
+    for shared, members in _by_group(samples, use):
         cost = max_tokens + 1
         for index in members:
-            response = len(samples[index].response_ids)
-            if cost + response > max_tokens:
+            rest = _tokens(samples[index], use) - shared
+            if cost + rest > max_tokens:
                 bundles.append([])
                 costs.append(0)
-                cost = len(prompt)
+                cost = shared
             bundles[-1].append(index)
-            cost += response
+            cost += rest
             costs[-1] = cost
     return [[i for bundle in members for i in bundles[bundle]] for members in _first_fit(costs, max_tokens)]
 

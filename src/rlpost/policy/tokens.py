@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rlpost.data.packing import assign
+from rlpost.data.packing import assign, worth_sharing
 from rlpost.types import MicroBatch
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ def local_tokens(micro: MicroBatch, cp: Axis, multiple: int = 1, at_least: int =
     cuts the tokens evenly, and virtual pipeline stages want micro-batches of one length."""
     starts = micro.cu_seqlens.tolist()
     if cp.size == 1:
-        return _prompts_once(replace(micro, fields={}, teacher_head=None).to("cpu"), starts, multiple, at_least)
+        return _prefixes_once(replace(micro, fields={}, teacher_head=None).to("cpu"), starts, multiple, at_least)
     lengths = [end - start for start, end in itertools.pairwise(starts)]
     chunks = 2 * cp.size
     padded = [-(-length // chunks) * chunks for length in lengths]
@@ -106,38 +105,20 @@ def local_tokens(micro: MicroBatch, cp: Axis, multiple: int = 1, at_least: int =
     )
 
 
-def _prompts_once(micro: MicroBatch, starts: list[int], multiple: int, at_least: int) -> LocalTokens:
-    """Sequences whose tokens agree up to the first that is predicted (samples of one group) run these once.
+def _prefixes_once(micro: MicroBatch, starts: list[int], multiple: int, at_least: int) -> LocalTokens:
+    """What sequences agree on from their start, up to the first token that is predicted, runs once: the prompt of a
+    group's samples, the question before a teacher's hints.
 
-    What follows is a piece of its own: its keys are the prompt's and its own. Activations and gradients are those of
-    whole sequences, since a prompt's states do not depend on what comes after it.
+    What follows is a piece of its own, and may fork again: its keys are those before it and its own. Activations and
+    gradients are those of whole sequences, since a token's state does not depend on what comes after it.
     """
-    places: list[Tensor] = []  # of the tokens that run, in the micro-batch
-    pieces: list[tuple[int, Tensor]] = []  # queries, and where the piece's keys stand among the tokens that run
-    place_T = torch.empty(starts[-1], dtype=torch.int64)  # the inverse: where each token runs
-    run_at: dict[bytes, tuple[int, int]] = {}  # a prompt's tokens -> its start and end among the tokens that run
-    at = 0
-
-    def run(first: int, last: int, before: Tensor) -> None:
-        nonlocal at
-        own = torch.arange(at, at + last - first)
-        places.append(torch.arange(first, last))
-        place_T[first:last] = own
-        pieces.append((last - first, torch.cat([before, own])))
-        at += last - first
-
-    nothing = torch.arange(0)
-    for (start, end), prompt in zip(itertools.pairwise(starts), _prompt_lengths(micro, starts)):
-        key = micro.input_ids_T[start : start + prompt].numpy().tobytes()
-        if key not in run_at or not prompt:
-            run_at[key] = at, at + prompt
-            if prompt:
-                run(start, start + prompt, nothing)
-        first, last = run_at[key]
-        place_T[start : start + prompt] = torch.arange(first, last)
-        if end > start + prompt:
-            run(start + prompt, end, torch.arange(first, last))
-    input_ids, position_ids = (x[torch.cat(places)] for x in (micro.input_ids_T, micro.position_ids_T))
+    run = _Run(micro.input_ids_T, starts, _prompt_lengths(micro, starts))
+    run.fork(list(range(len(starts) - 1)), 0, 0, torch.arange(0))
+    order, place_T, pieces = torch.cat(run.order), run.place_T, run.pieces
+    if len(order) == starts[-1]:  # nothing is shared
+        order = place_T = torch.arange(len(order))
+        pieces = [(last - first, order[first:last]) for first, last in itertools.pairwise(starts)]
+    input_ids, position_ids, at = micro.input_ids_T[order], micro.position_ids_T[order], len(order)
     if extra := max(-at % multiple, at_least - at):
         input_ids = torch.cat([input_ids, input_ids.new_zeros(extra)])
         position_ids = torch.cat([position_ids, torch.arange(extra)])
@@ -147,18 +128,65 @@ def _prompts_once(micro: MicroBatch, starts: list[int], multiple: int, at_least:
     return LocalTokens(input_ids, position_ids, queries, keys, keys_K, place_T, place_T[micro.predict_N], None)
 
 
+class _Run:
+    """The tokens that run, as they are found. limits: how many tokens of each sequence another may share.
+
+    Attributes: order, where they stand in the micro-batch; place_T, the inverse for all of its tokens; pieces, (queries,
+    places of the keys among the tokens that run).
+    """
+
+    def __init__(self, ids_T: Tensor, starts: list[int], limits: list[int]):
+        self.ids_T, self.starts, self.limits = ids_T, starts, limits
+        self.order: list[Tensor] = []
+        self.pieces: list[tuple[int, Tensor]] = []
+        self.place_T = torch.empty(starts[-1], dtype=torch.int64)
+        self.tokens = 0
+
+    def fork(self, members: list[int], ran: int, agreed: int, path_K: Tensor) -> None:
+        """Sequences that agree on `agreed` tokens, of which the first `ran` run already, at `path_K`."""
+        if len(members) == 1:
+            self._add(members, ran, self.starts[members[0] + 1] - self.starts[members[0]], path_K)
+            return
+        agreed = self._agreement(members, agreed)
+        whole = sum(self.starts[i + 1] - self.starts[i] - ran for i in members)
+        if worth_sharing((len(members) - 1) * (agreed - ran), whole):
+            path_K = self._add(members, ran, agreed, path_K)
+            ran = agreed
+        parts: dict[tuple[int, int], list[int]] = {}
+        for i in members:
+            more = agreed < self.limits[i]  # else it shares no more, and goes on alone
+            parts.setdefault((0, int(self.ids_T[self.starts[i] + agreed])) if more else (1, i), []).append(i)
+        for part in parts.values():
+            self.fork(part, ran, agreed, path_K)
+
+    def _add(self, members: list[int], first: int, last: int, path_K: Tensor) -> Tensor:
+        """Tokens first … last of these sequences run once; the path with them."""
+        if first == last:
+            return path_K
+        own = torch.arange(self.tokens, self.tokens + last - first)
+        self.tokens += last - first
+        self.order.append(torch.arange(self.starts[members[0]] + first, self.starts[members[0]] + last))
+        for i in members:
+            self.place_T[self.starts[i] + first : self.starts[i] + last] = own
+        path_K = torch.cat([path_K, own])
+        self.pieces.append((last - first, path_K))
+        return path_K
+
+    def _agreement(self, members: list[int], agreed: int) -> int:
+        """How many tokens all of them have in common, and may share."""
+        limit = min(self.limits[i] for i in members)
+        if limit <= agreed:
+            return agreed
+        rows = torch.stack([self.ids_T[self.starts[i] + agreed : self.starts[i] + limit] for i in members])
+        differ = (rows != rows[0]).any(dim=0).nonzero()
+        return agreed + (int(differ[0]) if len(differ) else rows.shape[1])
+
+
 def _prompt_lengths(micro: MicroBatch, starts: list[int]) -> list[int]:
-    """Tokens of each sequence that another can share: its prompt. 0 where no other has the same, since cutting a
-    sequence in two saves nothing then."""
+    """Tokens of each sequence up to the one that predicts first; 0 where nothing is predicted."""
     none_B = torch.full((len(starts) - 1,), -1)
     first_B = none_B.scatter_reduce(0, micro.sequence_N, micro.predict_N, "amin", include_self=False)
-    lengths = [max(0, first + 1 - start) for first, start in zip(first_B.tolist(), starts)]
-    prompts = [
-        micro.input_ids_T[start : start + length].numpy().tobytes() if length else b""
-        for start, length in zip(starts, lengths)
-    ]
-    counts = Counter(prompts)
-    return [length if counts[prompt] > 1 else 0 for length, prompt in zip(lengths, prompts)]
+    return [max(0, first + 1 - start) for first, start in zip(first_B.tolist(), starts)]
 
 
 def _held(rank: int, ranks: int) -> tuple[int, int]:
