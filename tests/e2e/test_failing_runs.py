@@ -81,7 +81,8 @@ def test_two_signals_to_one_process(number, started, tmp_path):
     run.kill(0, number)
     code, seconds = run.end()
     assert code == 130 and seconds < 10, run.text
-    assert run.text.strip().endswith("stopped at once; the last checkpoint is intact")
+    ours = [line for line in run.text.splitlines() if line.strip() and line != "the reward hangs"]  # in any thread
+    assert ours[-1] == "stopped at once; the last checkpoint is intact"
     assert "Traceback" not in run.text and saved(tmp_path) >= 2
 
 

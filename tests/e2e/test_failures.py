@@ -52,7 +52,8 @@ FAILURES = {
         "grpo",
         ["rollout.filter=toy_faults.greedy_filter"],
         r"phase 'rollout' of step 0: out of memory \(4.19e\+06 GiB more wanted; [\d.]+ \wiB used at the peak, the host "
-        r"has [\d.]+ GiB; the phase holds engine.weights 330 KiB, engine.kv_cache 0 bytes\): lower engine.max_batch, "
+        r"has [\d.]+ GiB; the phase holds engine.weights 330 KiB, engine.kv_cache 0 bytes, "
+        r"policy.weights 330 KiB\): lower engine.max_batch, "
         r"rollout.max_response_tokens or engine.memory_fraction",
         0,
     ),
