@@ -10,7 +10,7 @@ import json
 import math
 import re
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -30,6 +30,7 @@ from tiny_models import (
     token_mean,
     weights_on_disk,
 )
+from torch import Tensor
 
 from rlpost.algorithms import build_algorithm
 from rlpost.config.schema import OptimConfig
@@ -85,13 +86,8 @@ def sequences_of(seed: int) -> list[list[dict]]:
     return [random_sequences(seed * 10 + i, share) for i, share in enumerate(SHARES)]
 
 
-def micros_of(policy: MegatronPolicy, shares: list[list[dict]], masked_rank: int | None = None) -> list[MicroBatch]:
+def micros_of(policy: MegatronPolicy, shares: list[list[dict]]) -> list[MicroBatch]:
     """This data-parallel rank's shares, one micro-batch each; of all four, the first two in one: an odd number."""
-    if masked_rank is not None:
-        per_rank = len(shares) // policy.mesh.dp.size
-        for share in shares[masked_rank * per_rank : (masked_rank + 1) * per_rank]:
-            for sequence in share:
-                sequence["loss_mask"].zero_()
     total = token_mean([sequence for share in shares for sequence in share])
     per_rank = len(shares) // policy.mesh.dp.size
     mine = shares[policy.mesh.dp.rank * per_rank : (policy.mesh.dp.rank + 1) * per_rank]
@@ -108,28 +104,45 @@ def relative(metrics: dict, expected: dict) -> float:
     return max(abs(metrics[name] - value) / abs(value) for name, value in expected.items())
 
 
+def shares_of_step(step: int, dp_size: int, masked: int = 1) -> list[list[dict]]:
+    """In the step `masked` the last of several data-parallel ranks has no live token."""
+    shares = sequences_of(step)
+    if step == masked and dp_size > 1:
+        for sequence in flat(shares[-(len(shares) // dp_size) :]):
+            sequence["loss_mask"].zero_()
+    return shares
+
+
+@cache
+def expected_steps(path: Path, router_aux_loss: float, dp_size: int) -> tuple[dict, Tensor, list[dict], dict]:
+    """Plain PyTorch's weights, logits of the fifth batch, metrics of the two steps, and weights after them."""
+    oracle = Oracle(path, router_aux_loss=router_aux_loss)
+    before = {name: tensor.clone() for name, tensor in oracle.weights().items()}
+    with torch.no_grad():
+        logits = torch.cat([oracle.logits(sequence) for sequence in flat(sequences_of(5))])
+    metrics = [oracle.step(flat(shares_of_step(step, dp_size))) for step in range(2)]
+    return before, logits, metrics, oracle.weights()
+
+
 def check_steps(path: Path, layout: str) -> dict:
-    """Two steps, the second with a data-parallel rank (or, alone, half of the micro-batches) fully masked."""
     aux = 0.05 if path.name in EXPERTS else 0.0
     policy = make_policy(path, recompute=recompute(layout), router_aux_loss=aux, **parallel(layout))
-    oracle = Oracle(path, router_aux_loss=aux)
+    dp_size = policy.mesh.dp.size
+    before, logits, expected, after = expected_steps(path, aux, dp_size)
     full_micro = pack(flat(sequences_of(5)), 1.0)
     full_micro.predict_N = torch.arange(len(full_micro.input_ids_T))
     full_micro.target_N = ids = full_micro.input_ids_T.clamp_max(50)
     full_micro.sequence_N = torch.arange(len(flat(SHARES))).repeat_interleave(full_micro.cu_seqlens.diff())
     full_micro.fields = {}
     probe = policy.score([full_micro], lambda head, m: {"logp": head.logprobs(m.target_N).logprobs_N})[0]["logp"]
-    with torch.no_grad():
-        logits = torch.cat([oracle.logits(sequence) for sequence in flat(sequences_of(5))]) / 0.7
     result = {
-        "logp": float((probe - logits.log_softmax(-1).gather(1, ids[:, None])[:, 0]).abs().max()),
-        "loaded": largest_difference(policy.hf_tensors(), oracle.weights()),
+        "logp": float((probe - (logits / 0.7).log_softmax(-1).gather(1, ids[:, None])[:, 0]).abs().max()),
+        "loaded": largest_difference(policy.hf_tensors(), before),
     }
-    for step, masked_rank in enumerate((None, policy.mesh.dp.size - 1 if policy.mesh.dp.size > 1 else None)):
-        shares = sequences_of(step)
-        metrics = policy.train_step(micros_of(policy, shares, masked_rank), policy_loss)
-        result[f"metrics{step}"] = relative(metrics, oracle.step(flat(shares)))
-    result["weights"] = largest_difference(policy.hf_tensors(), oracle.weights())
+    for step in range(2):
+        metrics = policy.train_step(micros_of(policy, shares_of_step(step, dp_size)), policy_loss)
+        result[f"metrics{step}"] = relative(metrics, expected[step])
+    result["weights"] = largest_difference(policy.hf_tensors(), after)
     return result
 
 
@@ -143,9 +156,9 @@ def check_critic(path: Path, layout: str) -> dict:
     critic, oracle = make_critic(path, **parallel(layout)), CriticOracle(path)
     dp = critic.model.mesh.dp
     result = {"loaded": largest_difference(critic.model.hf_tensors(), oracle.model.state_dict())}
-    for step, masked_rank in enumerate((None, dp.size - 1 if dp.size > 1 else None)):
-        shares = sequences_of(step)
-        micros = micros_of(critic.model, shares, masked_rank)
+    for step in range(2):
+        shares = shares_of_step(step, dp.size)
+        micros = micros_of(critic.model, shares)
         values = torch.cat([row["values"] for row in critic.score(micros)])
         each = len(shares) // dp.size
         with torch.no_grad():
@@ -240,10 +253,8 @@ def check_overlap(path: Path, layout: str) -> dict:
             return LossOutput(policy_loss(head, micro).loss_N * math.nan)
 
         for step in range(5):
-            shares = sequences_of(step)
-            masked = policy.mesh.dp.size - 1 if step == 2 and policy.mesh.dp.size > 1 else None
-            loss = poisoned if step == 3 else policy_loss
-            metrics.append(policy.train_step(micros_of(policy, shares, masked), loss))
+            shares = shares_of_step(step, policy.mesh.dp.size, masked=2)
+            metrics.append(policy.train_step(micros_of(policy, shares), poisoned if step == 3 else policy_loss))
             if step in (1, 3):  # weights of another time, as a teacher has them, straight after the step
                 now = {name: shard.clone() for name, shard in policy.masters().items()}
                 for shards in (before, now):

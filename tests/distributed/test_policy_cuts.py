@@ -52,7 +52,7 @@ def results(directory):
     save_critic("qwen3", directory / "models")
     by_layout = {}
     for ranks, layouts in LAYOUTS.items():
-        done = run_ranks([str(WORKER), str(directory), *layouts], ranks, timeout=300)
+        done = run_ranks([str(WORKER), str(directory), *layouts], ranks, timeout=900)
         assert done.returncode == 0, done.stderr[-4000:]
         everyone = json.loads((directory / "results.json").read_text())
         by_layout |= dict.fromkeys(layouts, everyone)

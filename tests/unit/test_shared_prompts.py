@@ -51,7 +51,7 @@ def hinted(groups, header):
     """The same samples with a teacher's prompt each: header, question and a hint of their own."""
     made = samples(groups, header=header)
     for number, sample in enumerate(made):
-        sample.teacher_prompt_ids = sample.prompt.ids + [60 + number % 3, 50 + number % 2, 40 + number]
+        sample.teacher_prompt_ids = [*sample.prompt.ids, 60 + number % 3, 50 + number % 2, 40 + number]
         sample.distill_mask = 1.0
     return made
 

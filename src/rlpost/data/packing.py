@@ -61,8 +61,7 @@ def run_tokens(samples: Sequence[Sample], use: Use = "student") -> int:
     once."""
     samples = _used(samples, use)
     return sum(
-        shared + sum(_tokens(samples[i], use) - shared for i in members)
-        for shared, members in _by_group(samples, use)
+        shared + sum(_tokens(samples[i], use) - shared for i in members) for shared, members in _by_group(samples, use)
     )
 
 
