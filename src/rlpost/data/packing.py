@@ -6,7 +6,6 @@ All functions are pure and deterministic: every rank calls them with the same le
 from __future__ import annotations
 
 import heapq
-import os
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Literal
@@ -84,7 +83,9 @@ def _shared(samples: Sequence[Sample], use: Use) -> int:
     if use == "student":
         common = len(samples[0].prompt.ids)
     else:
-        common = len(os.path.commonprefix([_prompt_ids(sample, use) for sample in samples]))
+        prompts = [_prompt_ids(sample, use) for sample in samples]
+        first, last = min(prompts), max(prompts)  # what these two begin with, all others do
+        common = next((n for n, (a, b) in enumerate(zip(first, last)) if a != b), len(first))
     longest = max(_tokens(sample, use) for sample in samples)
     return common if len(samples) > 1 and worth_sharing(common, 2 * longest) else 0
 
