@@ -131,8 +131,8 @@ def _prefixes_once(micro: MicroBatch, starts: list[int], multiple: int, at_least
 class _Run:
     """The tokens that run, as they are found. limits: how many tokens of each sequence another may share.
 
-    Attributes: order, where they stand in the micro-batch; place_T, the inverse for all of its tokens; pieces, (queries,
-    places of the keys among the tokens that run).
+    Attributes: order, where they stand in the micro-batch; place_T, the inverse for all of its tokens; pieces, how many
+    queries each has and where its keys stand among the tokens that run.
     """
 
     def __init__(self, ids_T: Tensor, starts: list[int], limits: list[int]):
