@@ -91,6 +91,8 @@ class Agreement:
             except (PhaseError, ConfigError):
                 raise  # every rank's already
             except Exception as error:
+                if _interrupted(error):
+                    raise KeyboardInterrupt from error
                 raise self.post_failure(what, step, error, held()) from error
 
     def meet(self, phase_number: int, values: Sequence[float] = ()) -> tuple[bool, list[float]]:
@@ -118,6 +120,12 @@ class Agreement:
 
     def close(self) -> None:
         self.watch.close()
+
+
+def _interrupted(error: BaseException) -> bool:
+    """A signal's exception may come anywhere, and a library's clean-up stumble over it with an error of its own."""
+    cause = error.__context__
+    return cause is not None and (isinstance(cause, KeyboardInterrupt) or _interrupted(cause))
 
 
 @dataclass

@@ -175,8 +175,9 @@ class EngineMemory:
             before = device_bytes()
             self._engine.sleep(self._tags)
             self._asleep = True
-            if self._measured is None:
-                self._measured = max(0, before - device_bytes())
+            given = before - device_bytes()
+            if self._measured is None and given > 0:  # an engine in this process gives to the allocator, not the device
+                self._measured = given
         return 0
 
 

@@ -44,6 +44,17 @@ def test_moves_exactly_the_difference_of_residents():
     assert [r.resident_bytes for r in reports] == [11, 110, 110]
 
 
+def test_an_interrupt_stays_one_where_a_library_stumbles_over_it():
+    def interrupted(work):
+        try:
+            raise KeyboardInterrupt
+        finally:
+            None.clean_up()
+
+    with pytest.raises(KeyboardInterrupt):
+        machine([PhaseConfig("judge")], {"judge": interrupted}, []).run(0, 7, None)
+
+
 def test_a_failure_names_phase_step_and_reason():
     def fail(work):
         raise ValueError("no such column")
