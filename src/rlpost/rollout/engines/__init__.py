@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING
 
-from rlpost.config.compose import ConfigError
 from rlpost.config.schema import EngineConfig
 
 if TYPE_CHECKING:
@@ -16,6 +15,8 @@ if TYPE_CHECKING:
 
 def check_installed(name: str) -> None:
     """ConfigError where the packages of this engine are not there."""
+    from rlpost.config.compose import ConfigError  # an engine alone needs no Hydra
+
     if name == "sglang" and importlib.util.find_spec("sglang") is None:
         raise ConfigError(
             ["engine.name=sglang, but SGLang is not installed: pip install 'rlpost[gpu]', or choose engine.name=torch"]
