@@ -11,11 +11,10 @@ from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from rlpost.config.compose import ConfigError, config_values, differences, dump_config, load_saved_config, to_config
 from rlpost.config.schema import Config
 from rlpost.observe.metrics import read_metrics
+from rlpost.policy.hf_config import DTYPES
 from rlpost.weights.checkpoint import CheckpointStore, versions
 from rlpost.weights.checkpoint_reader import Checkpoint, CheckpointError
 from rlpost.weights.export import save_pretrained
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from rlpost.assemble import Rooms
     from rlpost.policy.megatron import MegatronPolicy
 
-EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MOMENTS = ("master", "exp_avg", "exp_avg_sq")
 # A run that goes on may change its length, its logging, its layout, its hyperparameters; not what it is.
 FIXED = (
@@ -244,7 +242,7 @@ def export(rooms: Rooms, step: int, directory: str | Path | None) -> Path:
     """Collective: the Hugging Face directory of the current weights."""
     target = Path(directory) if directory is not None else rooms.directory / "export"
     config = rooms.config
-    dtype = EXPORT_DTYPES[config.model.dtype]
+    dtype = DTYPES[config.model.dtype]
     card = _card(config, step, rooms.observer.rows())
     return save_pretrained(target, rooms.policy.hf_tensors(dtype), config.model.path, rooms.tokenizer, dtype, card=card)
 
@@ -288,7 +286,7 @@ def export_checkpoint(
         checkpoint.tensors(kind).items(),
         source,
         AutoTokenizer.from_pretrained(source),
-        EXPORT_DTYPES[chosen],
+        DTYPES[chosen],
         card=card,
     )
 

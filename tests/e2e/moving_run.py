@@ -13,14 +13,12 @@ from rlpost import Trainer, assemble, residents
 from rlpost.config.compose import load_config
 
 
-def train(folder: Path, overrides: list[str]) -> list[str]:
+def train(folder: Path, overrides: list[str]) -> None:
     trainer = Trainer(load_config(None, [*overrides, f"run.dir={folder}"]))
-    moved = [name for name, resident in trainer.rooms.machine.residents.items() if hasattr(resident, "offload")]
     trainer.fit()
     trainer.score(["what"], ["this"])
     trainer.generate(["what"], max_tokens=2)
     trainer.close()
-    return moved
 
 
 if __name__ == "__main__":

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from rlpost.policy.hf_map import MIXTRAL_NAMES, HFMap
-
-if TYPE_CHECKING:
-    pass
-
-log = logging.getLogger(__name__)
-
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

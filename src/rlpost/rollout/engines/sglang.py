@@ -29,7 +29,7 @@ from rlpost.rollout.engine import (
 from rlpost.rollout.engines.expected import bucket_faults, expected_tensors
 from rlpost.rollout.engines.sglang_arguments import check_settings, engine_arguments, sampling_params
 from rlpost.rollout.engines.sglang_process import EngineProcess
-from rlpost.rollout.engines.state import EngineState, check_requests, check_scoring
+from rlpost.rollout.engines.state import EngineState, StatedEngine, check_requests, check_scoring
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -42,7 +42,7 @@ CONTROL_S = 300.0  # time limit of every call but generate and score
 AWAKE: tuple[Tag, ...] = ("weights", "kv_cache", "cuda_graph")  # what generate and score need
 
 
-class SGLangEngine:
+class SGLangEngine(StatedEngine):
     """See `rlpost.rollout.engine.Engine`.
 
     model_path: a Hugging Face directory (its configuration is read; its weights never are). dtype: of weights and
@@ -82,18 +82,6 @@ class SGLangEngine:
         self._state = EngineState()
         self._proven = False  # that a publish reaches every parameter
         self._aborted = False
-
-    @property
-    def version(self) -> int:
-        return self._state.version
-
-    @property
-    def started(self) -> bool:
-        return self._state.started
-
-    @property
-    def serving(self) -> bool:
-        return self._state.serving
 
     def start(self) -> None:
         with self._state.starting():

@@ -124,6 +124,24 @@ class EngineState:
         self.arrived.clear()
 
 
+class StatedEngine:
+    """What of its state an engine tells."""
+
+    _state: EngineState
+
+    @property
+    def version(self) -> int:
+        return self._state.version
+
+    @property
+    def started(self) -> bool:
+        return self._state.started
+
+    @property
+    def serving(self) -> bool:
+        return self._state.serving
+
+
 def check_requests(requests: Sequence[Request], limit: int) -> None:
     """limit: positions of the model."""
     for i, request in enumerate(requests):

@@ -19,7 +19,7 @@ from rlpost.rollout.engine import Bucket, Completion, PromptScore, Request, Tag,
 from rlpost.rollout.engines.decode import ATTENTION, Decoder, pad_right
 from rlpost.rollout.engines.expected import bucket_faults, disk_tensors
 from rlpost.rollout.engines.packed import PackedLinear, can_pack, pack_linears, release, restore
-from rlpost.rollout.engines.state import EngineState, check_requests, check_scoring
+from rlpost.rollout.engines.state import EngineState, StatedEngine, check_requests, check_scoring
 from rlpost.weights.buckets import tensor_digest, unpack
 
 # Decoders with full attention and a plain linear head.
@@ -28,7 +28,7 @@ SCORE_TOKENS = 8192  # padded tokens of one forward pass of `score`
 LOGITS_CHUNK = 2**24  # elements of logits alive at once in `score`
 
 
-class TorchEngine:
+class TorchEngine(StatedEngine):
     """See `rlpost.rollout.engine.Engine`.
 
     The KV cache lives as long as one `generate`, so sleeping it only refuses the next one.
@@ -48,18 +48,6 @@ class TorchEngine:
         self._model: nn.Module | None = None
         self._state = EngineState()
         self._abort = threading.Event()
-
-    @property
-    def version(self) -> int:
-        return self._state.version
-
-    @property
-    def started(self) -> bool:
-        return self._state.started
-
-    @property
-    def serving(self) -> bool:
-        return self._state.serving
 
     def start(self) -> None:
         with self._state.starting():
