@@ -77,7 +77,7 @@ def is_communication(error: BaseException) -> bool:
 
 
 def _out_of_memory(error: BaseException, phase: str, held: Mapping[str, int]) -> str:
-    where, total = "the host", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    where, total = "the host", host_bytes()
     if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
         where, total = "the GPU", torch.cuda.mem_get_info()[1]
     facts = [f"{size(peak_bytes())} used at the peak, {where} has {size(total)}"]
@@ -101,6 +101,11 @@ def reset_peak() -> None:
     """`peak_bytes` starts anew on a device; the CPU's knows no way back."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
+
+
+def host_bytes() -> int:
+    """Of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def device_bytes() -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -313,6 +312,7 @@ def main(arguments: Sequence[str]) -> int:
     import torch
 
     from rlpost.config.checks import check_config
+    from rlpost.failures import host_bytes
 
     parser = argparse.ArgumentParser(
         prog="rlpost plan", description="The arithmetic of a step and the bytes of each phase, without loading a model."
@@ -329,11 +329,7 @@ def main(arguments: Sequence[str]) -> int:
         device, size = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
     else:
         share = "" if given.ranks == 1 else f", a {given.ranks}th for each rank"
-        device, size = f"memory of this machine{share}", _memory() // given.ranks
+        device, size = f"memory of this machine{share}", host_bytes() // given.ranks
     plan = make_plan(config, given.ranks, size, device, moves=given.device_gib is not None or torch.cuda.is_available())
     print("\n".join(plan.lines))
     return int(plan.needed > plan.device_bytes)
-
-
-def _memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -49,6 +49,17 @@ class Head(Projection):
     def parameters(self) -> list[Tensor]:
         return [self.weight_VH]
 
+    def beside(self, hidden_NH: Tensor, weight_VH: Tensor, *, temperature: float | None = None) -> Head:
+        """Another head over the same vocabulary and ranks. temperature: of its own, by default this one's."""
+        return Head(
+            hidden_NH,
+            weight_VH,
+            temperature=self.temperature if temperature is None else temperature,
+            vocab_size=self.vocab_size,
+            tp_group=self.tp_group,
+            chunk_tokens=self.chunk_tokens,
+        )
+
     def logprobs(
         self, ids_N: Tensor, *, top_k: int = 0, extra_ids_NK: Tensor | None = None, entropy: bool = False
     ) -> HeadOutput:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlpost.data.packing import pack
-from rlpost.policy.logits import Head
 from rlpost.types import Prompt, Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rlpost.policy.logits import Head
     from rlpost.policy.protocol import Policy
     from rlpost.rollout.engine import Engine
     from rlpost.types import MicroBatch
@@ -80,12 +80,5 @@ class Canary:
 
 def _logprobs(head: Head, micro: MicroBatch) -> dict[str, Tensor]:
     """At temperature 1, the only one at which every engine scores."""
-    plain = Head(
-        head.hidden_NH,
-        head.weight_VH,
-        temperature=1.0,
-        vocab_size=head.vocab_size,
-        tp_group=head.tp_group,
-        chunk_tokens=head.chunk_tokens,
-    )
+    plain = head.beside(head.hidden_NH, head.weight_VH, temperature=1.0)
     return {"logprobs": plain.logprobs(micro.target_N).logprobs_N}

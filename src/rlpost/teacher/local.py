@@ -109,15 +109,7 @@ class LocalTeacher(SnapshotTeacher):
 
         def mixed(head: Head, micro: MicroBatch) -> dict[str, Tensor]:
             hidden_NH = torch.cat([(1 - share) * micro.fields["teacher_hidden"], share * head.hidden_NH], dim=1)
-            both = Head(
-                hidden_NH,
-                self.head,
-                temperature=head.temperature,
-                vocab_size=head.vocab_size,
-                tp_group=head.tp_group,
-                chunk_tokens=head.chunk_tokens,
-            )
-            return teacher_fields(both, micro)
+            return teacher_fields(head.beside(hidden_NH, self.head), micro)
 
         micros = self.batcher.pack(update, use="teacher", defaults=self.blank)
         self._keep(micros, self.policy.score(micros, mixed))
