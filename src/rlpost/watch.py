@@ -8,6 +8,7 @@ one sentence says which ranks hang and which only wait for them.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import faulthandler
 import json
 import logging
@@ -220,7 +221,7 @@ class Watch:
         stopped again, so that it does nothing more."""
         file = Path(f"/proc/{peer.pid}/fd/{peer.stacks}")
         with suppress(OSError):  # it may be gone meanwhile
-            os.kill(peer.pid, signal.SIGUSR1)
+            _signal_main_thread(peer.pid, signal.SIGUSR1)
             os.kill(peer.pid, signal.SIGCONT)
             written, until = -1, time.monotonic() + STACKS_S
             while (length := len(file.read_bytes())) != written or not length:
@@ -248,6 +249,16 @@ def _stacks() -> int:
     descriptor = os.memfd_create("rlpost-stacks")
     faulthandler.register(signal.SIGUSR1, file=descriptor, all_threads=True, chain=False)
     return descriptor
+
+
+def _signal_main_thread(pid: int, number: int) -> None:
+    """os.kill lets any thread take a signal: the main thread of a process that was stopped would go on meanwhile."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    to_thread = getattr(libc, "tgkill", None)  # glibc 2.30
+    if to_thread is None:
+        os.kill(pid, number)
+    elif to_thread(pid, pid, number):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def verdict(places: Mapping[int, tuple[bool, str]], silent: list[int]) -> tuple[int, str]:
