@@ -41,6 +41,7 @@ LOOK_S = 0.25  # between two looks
 ANSWER_S = 2.0  # for the other ranks to say where they are
 STACKS_S = 0.3  # for C code to write the stacks
 BACKSTOP_S = 8.0  # after the limit: where no thread of Python runs any more, C code ends the process
+APART_S = 0.25  # between the ranks of a machine there, so that their stacks do not mix on the terminal
 ERROR, HANG = "error", "hang"
 
 
@@ -156,7 +157,8 @@ class Watch:
         if work is None or not work.limit_s:
             faulthandler.cancel_dump_traceback_later()
         else:
-            faulthandler.dump_traceback_later(max(work.left_s, 0) + BACKSTOP_S, exit=True, file=2)
+            turn_s = APART_S * sum(peer.rank < self.rank for peer in self._neighbours)
+            faulthandler.dump_traceback_later(max(work.left_s, 0) + BACKSTOP_S + turn_s, exit=True, file=2)
 
     def _run(self) -> None:
         while not self._closed.wait(LOOK_S) and not self.raised.is_set():
