@@ -12,6 +12,7 @@ from rlpost.config.schema import EngineConfig
 from rlpost.rollout.engine import EngineNotReady, Request, SamplingParams, TensorSpec
 from rlpost.rollout.engines import build_engine
 from rlpost.rollout.engines.expected import expected_tensors
+from rlpost.rollout.engines.kv_cache import attention_parts, dense_attention_parts
 from rlpost.rollout.engines.torch import TorchEngine
 from rlpost.weights.buckets import iter_buckets, tensor_digest
 
@@ -176,6 +177,35 @@ def test_prefills_in_several_pieces_change_nothing(served, monkeypatch):
     whole = ask(engine, PROMPTS)
     monkeypatch.setattr("rlpost.rollout.engines.decode.PREFILL_TOKENS", 20)
     assert [c.ids for c in ask(engine, PROMPTS)] == [c.ids for c in whole]
+
+
+@pytest.mark.parametrize("max_batch", [2, 5, 64])
+def test_rows_of_one_prompt_come_and_go_at_different_times(served, tmp_path, max_batch):
+    """Prompts are kept once for their rows, leave with the last of them, and make room for others."""
+    model, reference = served
+    engine = TorchEngine(reference.config._name_or_path, dtype=torch.float32, max_batch=max_batch)
+    engine.start()
+    load_weights(engine, model)
+    budgets = [(1, 30, 2), (25, 1, 1), (3, 3, 40), (2,), (12, 1, 7)]
+    requests = [
+        Request(prompt, SamplingParams(budget, ignore_eos=True), seed=10 * p + i)
+        for p, (prompt, group) in enumerate(zip(PROMPTS, budgets))
+        for i, budget in enumerate(group)
+    ]
+    for request, completion in zip(requests, engine.generate(requests)):
+        assert len(completion.ids) == request.params.max_tokens
+        dense = dense_logprobs(model, [*request.prompt_ids, *completion.ids])[len(request.prompt_ids) - 1 :]
+        expected = dense.gather(1, torch.tensor(completion.ids)[:, None])[:, 0]
+        assert completion.logprobs == pytest.approx(expected.tolist(), abs=5e-6)
+
+
+def test_attention_in_two_parts_is_the_same_on_any_device():
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 3, 4, 16), torch.randn(2, 3, 7, 16), torch.randn(2, 3, 7, 16)
+    mask = torch.zeros(2, 1, 1, 7)
+    mask[0, ..., 5:] = float("-inf")
+    for one, other in zip(*(f(query, key, value, mask, 0.3) for f in (attention_parts, dense_attention_parts))):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
 
 
 def test_what_memory_holds_by_chance_is_never_seen(served):

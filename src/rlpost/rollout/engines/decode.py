@@ -1,7 +1,7 @@
 """The batched decode loop over a Transformers model with a KV cache of its own.
 
-Every sequence has a row of the cache and is padded on the right, so its keys lie at its own positions whatever else is
-in the batch. Requests with equal prompts share one prefill. Rows of finished sequences are given to waiting ones.
+Every sequence has a row of the cache, where its keys lie at its own positions whatever else is in the batch. Requests
+with equal prompts share one prefill and the prompt's keys. Rows of finished sequences are given to waiting ones.
 
 Shape suffixes: R requests of the call, B rows in use, P unique prompts of a prefill, S positions, V vocabulary.
 """
@@ -13,79 +13,14 @@ from collections.abc import Callable, Sequence
 from inspect import signature
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from rlpost.rollout.engine import Completion, Request
+from rlpost.rollout.engines.kv_cache import KeysAndValues, KVCache
 from rlpost.rollout.engines.sampling import SamplingTable, sample_tokens
 
-ATTENTION = "rlpost_rows"  # the name under which Transformers finds `_attend`
-POSITIONS_PER_BLOCK = 128  # of the cache, made usable together
 PREFILL_TOKENS = 4096  # padded prompt tokens of one prefill
 COMPACT_BELOW = 0.75  # of the rows still alive: then the finished ones are dropped
-
-
-class KVCache:
-    """Keys and values of `rows` sequences of at most `length` tokens; what Transformers' layers call to cache them."""
-
-    def __init__(self, config, rows: int, length: int, dtype: torch.dtype, device: torch.device):
-        heads = config.num_key_value_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = (config.num_hidden_layers, rows, heads, length, head_dim)
-        self.length, self.defined = length, 0
-        self.keys, self.values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
-
-    def define(self, length: int) -> None:
-        """Zero what positions below length hold by chance: under a mask, a NaN would still spread."""
-        if length > self.defined:
-            end = min(self.length, -(-length // POSITIONS_PER_BLOCK) * POSITIONS_PER_BLOCK)
-            for tensor in (self.keys, self.values):
-                tensor[:, :, :, self.defined : end] = 0
-            self.defined = end
-
-    def at_prefill(self, first_row: int, prompt_of_row: Tensor, length: int) -> None:
-        """The next forward pass fills rows first_row … with the prompts of these indices, padded to length."""
-        self.define(length)
-        self._prompts, self._slice = prompt_of_row, slice(first_row, first_row + len(prompt_of_row))
-
-    def at_decode(self, position_B: Tensor, length: int) -> None:
-        """The next forward pass adds one token per row, at these positions, all below length."""
-        self.define(length)
-        self._prompts, self._position = None, position_B
-        self._row, self._length = torch.arange(len(position_B), device=position_B.device), length
-
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_args, **_kwargs) -> tuple[Tensor, Tensor]:
-        keys, values = self.keys[layer_idx], self.values[layer_idx]
-        if self._prompts is not None:
-            length = key.shape[2]
-            keys[self._slice, :, :length] = key[self._prompts]
-            values[self._slice, :, :length] = value[self._prompts]
-            return key, value
-        keys[self._row, :, self._position] = key[:, :, 0]
-        values[self._row, :, self._position] = value[:, :, 0]
-        rows = len(self._row)
-        return keys[:rows, :, : self._length], values[:rows, :, : self._length]
-
-    def move(self, source: int, target: int, length: int) -> None:
-        for tensor in (self.keys, self.values):
-            tensor[:, target, :, :length] = tensor[:, source, :, :length]
-
-
-def _attend(module, query, key, value, attention_mask, scaling=None, visible_B11S=None, **_kwargs):
-    """Attention for rows padded on the right. A prefill or a score is causal, so no token sees the padding; a decode
-    step sees what visible_B11S (additive, in the query's dtype) leaves. Query heads of one key head are folded into
-    the length there, so that no key is copied per query head."""
-    if visible_B11S is None:
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-        return out.transpose(1, 2), None
-    rows, heads, _, head_dim = query.shape
-    folded = query.view(rows, key.shape[1], heads // key.shape[1], head_dim)
-    out = F.scaled_dot_product_attention(folded, key, value, attn_mask=visible_B11S, scale=scaling)
-    return out.reshape(rows, 1, heads, head_dim), None
-
-
-AttentionInterface.register(ATTENTION, _attend)
 
 
 class Decoder:
@@ -105,8 +40,12 @@ class Decoder:
         self.prompts = [tuple(request.prompt_ids) for request in requests]
         total, width = len(requests), max(budgets) + 1
         self.max_batch = min(max_batch, total)
-        longest = max(len(p) + b for p, b in zip(self.prompts, budgets))
-        self.cache = KVCache(model.config, self.max_batch, longest, self.head.weight.dtype, device)
+        self.waiting = self._group_by_prompt()
+        kind = {"dtype": self.head.weight.dtype, "device": device}
+        self.cache = KVCache(
+            KeysAndValues(model.config, min(len(self.waiting), self.max_batch), max(map(len, self.prompts)), **kind),
+            KeysAndValues(model.config, self.max_batch, max(budgets), **kind),
+        )
         # Transformers changes this argument's name, and warns of the former one.
         argument = "cache" if "cache" in signature(self.backbone.forward).parameters else "past_key_values"
         self.cached = {argument: self.cache}
@@ -125,9 +64,10 @@ class Decoder:
         self.stopped_R = torch.zeros(total, dtype=torch.bool, device=device)
 
         self.row_request: list[int] = []  # the request of each row in use
+        self.row_prompt: list[int] = []  # the place of its prompt in the cache
+        self.prompt_lengths: list[int] = []  # by place
         self.request_B = torch.empty(0, dtype=torch.long, device=device)
-        self.longest = 0  # upper bound of the positions in use
-        self.waiting = self._group_by_prompt()
+        self.longest = 0  # upper bound of a row's own positions in use
 
     def run(self, aborted: Callable[[], bool]) -> None:
         alive = 0
@@ -174,36 +114,35 @@ class Decoder:
             self._prefill(groups)
 
     def _prefill(self, groups: list[list[int]]) -> None:
-        """Compute each group's prompt once, give its keys to all its rows, and sample their first tokens."""
+        """Compute each group's prompt once, for all its rows, and sample their first tokens."""
         prompts = [self.prompts[group[0]] for group in groups]
         requests = [i for group in groups for i in group]
-        prompt_of_row = torch.tensor([p for p, group in enumerate(groups) for _ in group], device=self.device)
+        prompt_of_row = [p for p, group in enumerate(groups) for _ in group]
         ids_PS = pad_right(prompts, self.device)
-        self.cache.at_prefill(len(self.row_request), prompt_of_row, ids_PS.shape[1])
+        first = len(self.prompt_lengths)
+        self.cache.at_prefill(first, *ids_PS.shape)
         position_1S = torch.arange(ids_PS.shape[1], device=self.device)[None]
-        hidden_PSH = self.backbone(ids_PS, position_ids=position_1S, **self.cached).last_hidden_state
+        hidden_PSH = self._backbone(ids_PS, position_1S)
         last_P = torch.tensor([len(p) - 1 for p in prompts], device=self.device)
         logits_PV = self.head(hidden_PSH[torch.arange(len(prompts), device=self.device), last_P])
         self._record(logits_PV[prompt_of_row], torch.tensor(requests, device=self.device))
-        self._use_rows(self.row_request + requests)
+        self.prompt_lengths += map(len, prompts)
+        self._use_rows(self.row_request + requests, self.row_prompt + [first + p for p in prompt_of_row])
 
     def _step(self) -> None:
         """One token for every row in use."""
         request_B = self.request_B
-        count_B = self.count_R[request_B]
-        position_B = self.prompt_length_R[request_B] + count_B - 1
-        visible_BS = torch.arange(self.longest, device=self.device) <= position_B[:, None]
-        mask = torch.zeros(visible_BS.shape, dtype=self.cache.keys.dtype, device=self.device)
-        mask.masked_fill_(~visible_BS, float("-inf"))
-        self.cache.at_decode(position_B, self.longest)
-        hidden_B1H = self.backbone(
-            self.ids_RT[request_B, count_B - 1][:, None],
-            position_ids=position_B[:, None],
-            visible_B11S=mask[:, None, None],
-            **self.cached,
-        ).last_hidden_state
+        own_B = self.count_R[request_B] - 1
+        self.cache.at_decode(own_B, self.longest)
+        position_B = self.prompt_length_R[request_B] + own_B
+        ids_B1 = self.ids_RT[request_B, own_B][:, None]
+        hidden_B1H = self._backbone(ids_B1, position_B[:, None], kv_cache=self.cache)
         self._record(self.head(hidden_B1H[:, 0]), request_B)
-        self.longest = min(self.longest + 1, self.cache.length)
+        self.longest = min(self.longest + 1, self.cache.rows.length)
+
+    def _backbone(self, ids_BS: Tensor, position_BS: Tensor, **to_attention: KVCache) -> Tensor:
+        """[B, S, H]: the last hidden states. to_attention: see `kv_cache.attend`."""
+        return self.backbone(ids_BS, position_ids=position_BS, **self.cached, **to_attention).last_hidden_state
 
     def _record(self, logits_BV: Tensor, request_B: Tensor) -> None:
         """Sample a token per row, and mark what is finished."""
@@ -218,23 +157,34 @@ class Decoder:
         self.done_R[request_B] |= stop_B | (count_B >= self.budget_R[request_B])
 
     def _drop_finished(self) -> None:
-        """Move the rows that live on to the front of the cache."""
-        done, lengths = self.done_R.tolist(), (self.prompt_length_R + self.count_R).tolist()
-        rows = list(self.row_request)
-        alive = sum(not done[i] for i in rows)
-        movable = [row for row in range(alive, len(rows)) if not done[rows[row]]]
-        for target in range(alive):
-            if done[rows[target]]:
-                source = movable.pop()
-                self.cache.move(source, target, lengths[rows[source]])
-                rows[target] = rows[source]
-        self._use_rows(rows[:alive])
+        """Move the rows that live on, and their prompts, to the front of the cache."""
+        done, counts = self.done_R.tolist(), self.count_R.tolist()
+        requests, prompts = list(self.row_request), list(self.row_prompt)
+        rows, alive = _to_the_front([not done[i] for i in requests])
+        for source, target in rows:
+            self.cache.rows.move(source, target, counts[requests[source]])
+            requests[target], prompts[target] = requests[source], prompts[source]
+        requests, prompts, lengths = requests[:alive], prompts[:alive], self.prompt_lengths
+        moves, used = _to_the_front([place in set(prompts) for place in range(len(lengths))])
+        for source, target in moves:
+            self.cache.prompts.move(source, target, lengths[source])
+            lengths[target] = lengths[source]
+        places = dict(moves)
+        self.prompt_lengths = lengths[:used]
+        self._use_rows(requests, [places.get(place, place) for place in prompts])
 
-    def _use_rows(self, row_request: list[int]) -> None:
-        self.row_request = row_request
+    def _use_rows(self, row_request: list[int], row_prompt: list[int]) -> None:
+        self.row_request, self.row_prompt = row_request, row_prompt
         self.request_B = torch.tensor(row_request, dtype=torch.long, device=self.device)
-        lengths = (self.prompt_length_R + self.count_R)[self.request_B]
-        self.longest = int(lengths.max()) if row_request else 0
+        self.longest = int(self.count_R[self.request_B].max()) if row_request else 0
+        self.cache.use_prompts(self.prompt_lengths, row_prompt)
+
+
+def _to_the_front(wanted: Sequence[bool]) -> tuple[list[tuple[int, int]], int]:
+    """(moves from a source to a target that bring what is wanted to the front, how many those are)."""
+    count = sum(wanted)
+    behind = [i for i in range(count, len(wanted)) if wanted[i]]
+    return [(behind.pop(), target) for target in range(count) if not wanted[target]], count
 
 
 def pad_right(sequences: Sequence[Sequence[int]], device: torch.device) -> Tensor:

@@ -16,8 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.initialization import no_init_weights
 
 from rlpost.rollout.engine import Bucket, Completion, PromptScore, Request, Tag, TensorSpec
-from rlpost.rollout.engines.decode import ATTENTION, Decoder, pad_right
+from rlpost.rollout.engines.decode import Decoder, pad_right
 from rlpost.rollout.engines.expected import bucket_faults, disk_tensors
+from rlpost.rollout.engines.kv_cache import ATTENTION
 from rlpost.rollout.engines.packed import PackedLinear, can_pack, pack_linears, release, restore
 from rlpost.rollout.engines.state import EngineState, StatedEngine, check_requests, check_scoring
 from rlpost.weights.buckets import tensor_digest, unpack
