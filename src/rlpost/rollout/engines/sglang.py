@@ -27,6 +27,7 @@ from rlpost.rollout.engine import (
     TensorSpec,
 )
 from rlpost.rollout.engines.expected import bucket_faults, expected_tensors
+from rlpost.rollout.engines.host_memory import HostMemory
 from rlpost.rollout.engines.sglang_arguments import check_settings, engine_arguments, sampling_params
 from rlpost.rollout.engines.sglang_process import EngineProcess
 from rlpost.rollout.engines.state import EngineState, StatedEngine, check_requests, check_scoring
@@ -79,6 +80,7 @@ class SGLangEngine(StatedEngine):
         self._specs = expected_tensors(self.model_path, dtype)
         self._config = _text_config(self.model_path)
         self._process: EngineProcess | None = None
+        self._host_memory = HostMemory()
         self._state = EngineState()
         self._proven = False  # that a publish reaches every parameter
         self._aborted = False
@@ -176,6 +178,7 @@ class SGLangEngine(StatedEngine):
         if self._process is not None:
             process, self._process = self._process, None
             process.close()
+        self._host_memory.close()
 
     def _start_process(self) -> None:
         on_gpu = torch.cuda.is_available()
@@ -233,8 +236,9 @@ class SGLangEngine(StatedEngine):
             (name, spec.shape, spec.dtype, offset, prod(spec.shape) * spec.dtype.itemsize)
             for name, spec, offset in bucket.entries
         ]
-        data = bucket.buffer.cpu().numpy().tobytes() if handles is None else None
-        self._call("load", entries=entries, data=data, handles=handles)
+        _, _, _, offset, size = entries[-1]
+        file = self._host_memory.put(bucket.buffer[: offset + size]) if handles is None else None
+        self._call("load", entries=entries, file=file, handles=handles)
 
     def _prove(self) -> None:
         """SGLang skips a name that it does not know with a line in its log, so the first publish is proved."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import difflib
+import functools
 import importlib.metadata
 import logging
 import os
@@ -21,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -88,9 +89,9 @@ class Host:
             scores.append((logprobs, tops, meta["weight_version"]))
         return scores
 
-    async def load(self, entries: list[tuple], data: bytes | None, handles: list[tuple] | None) -> None:
-        """Load a bucket. entries: (name, shape, dtype, byte offset, bytes). data: its buffer in host memory; or
-        handles: CUDA IPC arguments of the buffer, one per tensor-parallel rank."""
+    async def load(self, entries: list[tuple], file: tuple | None, handles: list[tuple] | None) -> None:
+        """Load a bucket. entries: (name, shape, dtype, byte offset, bytes). file: where its buffer is in host memory,
+        as arguments of `torch.from_file`; or handles: CUDA IPC arguments, one per tensor-parallel rank."""
         import torch
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
@@ -99,10 +100,12 @@ class Host:
             for name, shape, dtype, offset, size in entries
         ]
         if handles is None:
-            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            buffers: Sequence[Any] = [buffer] * self.tensor_parallel
+            open_file = functools.partial(torch.from_file, dtype=torch.uint8)
+            buffers = [_OpenedThere(open_file, file)] * self.tensor_parallel
         else:
-            buffers = [_CudaHandle(arguments) for arguments in handles]
+            from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+            buffers = [_OpenedThere(rebuild_cuda_tensor, arguments) for arguments in handles]
         await self._update([{"flattened_tensor": b, "metadata": metadata} for b in buffers], "flattened_bucket")
 
     async def hook(self, request: str) -> None:
@@ -156,16 +159,14 @@ class Host:
             raise Unserved(f"update_weights_from_tensor: {message}")
 
 
-class _CudaHandle:
+class _OpenedThere:
     """Pickles as the tensor that the trainer shares, without opening it in this process."""
 
-    def __init__(self, arguments: tuple):
-        self.arguments = arguments
+    def __init__(self, function: Callable[..., Any], arguments: tuple):
+        self.function, self.arguments = function, arguments
 
-    def __reduce__(self):
-        from torch.multiprocessing import reductions
-
-        return reductions.rebuild_cuda_tensor, self.arguments
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple]:
+        return self.function, self.arguments
 
 
 def _completion(output: dict) -> tuple[list[int], list[float], str, str, str]:

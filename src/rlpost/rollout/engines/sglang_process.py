@@ -34,6 +34,7 @@ TORCHRUN = re.compile(
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 PROGRESS_S = 10.0
 CLOSE_S = 20.0
+KILL_S = 10.0  # for the system to take down processes that hold much memory
 LAST_LINES = 25
 ADVICE = {
     r"architectures .* are not supported|Cannot find model module": (
@@ -141,9 +142,13 @@ class EngineProcess:
             log.warning("the SGLang engine did not end within %.0f s; killing it", CLOSE_S)
 
     def _kill_group(self) -> None:
+        """Returns when the processes are gone, and with them what they held of the GPU."""
         with contextlib.suppress(ProcessLookupError):  # nothing is left of it
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        until = time.monotonic() + KILL_S
+        while _group_is_alive(self._process.pid) and time.monotonic() < until:
+            time.sleep(0.02)
 
     def _read(self) -> None:
         """Hand answers to their callers; when the engine dies, an EngineDied to all of them."""
@@ -215,6 +220,16 @@ class EngineProcess:
         return f"{f': {advice}' if advice else ''}. Log: {self.log_path}; its last lines:\n" + "\n".join(
             lines[-LAST_LINES:]
         )
+
+
+def _group_is_alive(group: int) -> bool:
+    """Whether anything but zombies is left of the process group."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            state, _, process_group = path.read_text().rpartition(")")[2].split()[:3]
+            if int(process_group) == group and state not in "ZX":
+                return True
+    return False
 
 
 def advice_on(output: str) -> str | None:
