@@ -1,0 +1,198 @@
+"""Whole runs with SGLang inside the job, through the command line: teachers, versions, canary, death, Ctrl-C.
+
+Where PyTorch sees no GPU, SGLANG_USE_CPU_ENGINE=1 runs the same on the CPU, in an environment that has both SGLang and
+rlpost's other requirements.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from launch import ROOT, environment, free_port
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlpost.quickstart import task
+
+ON_CPU = os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (torch.cuda.is_available() or ON_CPU), reason="needs CUDA"),
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs SGLang"),
+]
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+STEPS = 3
+START_S, NOTICED_S = 400, 10
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory) -> Path:
+    """model/ (random weights, in sizes that every attention kernel of SGLang takes) and data/train.jsonl."""
+    folder = tmp_path_factory.mktemp("given")
+    task.write(folder, seed=0)
+    config = AutoConfig.from_pretrained(folder / "model")
+    config.update({"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / "model")
+    return folder
+
+
+class Job:
+    """A run of `python -m rlpost`, and every process that it starts, known by a word in their environment."""
+
+    def __init__(self, given: Path, runs: Path, *overrides: str, ranks: int = 1):
+        self.word, self.directory, self.log = uuid.uuid4().hex, runs / "run", runs / "output.txt"
+        launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}"]
+        arguments = {
+            "model.path": given / "model",
+            "data.train": given / "data" / "train.jsonl",
+            "run.dir": runs,
+            "run.name": "run",
+            "algorithm": "sdpo",
+            "algorithm.top_k": 8,
+            "phases": "sdpo",
+            "teacher": "ema",
+            "feedback": "quickstart",
+            "reward._target_": "toy_rewards.variety",
+            "engine.name": "sglang",
+            "engine.memory_fraction": 0.1,
+            "+engine.extra.max_total_tokens": 8192,
+            "+engine.extra.disable_cuda_graph": "true",
+            "rollout.canary": "always",
+            "rollout.prompts_per_step": 4,
+            "rollout.samples_per_prompt": 2,
+            "rollout.max_response_tokens": 12,
+            "trainer.plots": "false",
+            "tracker.tensorboard": "false",
+        }
+        words = [*(f"{name}={value}" for name, value in arguments.items()), *overrides]
+        path = os.pathsep.join([environment()["PYTHONPATH"], str(ROOT / "tests" / "e2e")])
+        if ON_CPU:
+            path = os.pathsep.join([path, os.environ["PYTHONPATH"]])
+        with self.log.open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, *(launcher if ranks > 1 else ()), "-m", "rlpost", *words],
+                env=environment(PYTHONPATH=path, RLPOST_TEST=self.word),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def rows(self) -> list[dict]:
+        path = self.directory / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [row for row in map(json.loads, lines) if "train/loss" in row]
+
+    def wait_for_steps(self, steps: int) -> None:
+        until = time.monotonic() + START_S
+        while len(self.rows()) < steps:
+            assert self.process.poll() is None and time.monotonic() < until, self.output()
+            time.sleep(0.1)
+
+    def ended(self, timeout: float) -> int:
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still there after {timeout} s:\n{self.output()}") from None
+
+    def output(self) -> str:
+        return self.log.read_text()[-6000:]
+
+    def processes(self) -> dict[int, str]:
+        """Those that are left, by their command lines."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if self.word.encode() in (folder / "environ").read_bytes():
+                    found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+            except OSError:
+                continue  # another user's, or gone meanwhile
+        return found
+
+    def left(self, within_s: float = 2.0) -> dict[int, str]:
+        until = time.monotonic() + within_s
+        while (found := self.processes()) and time.monotonic() < until:
+            time.sleep(0.05)
+        return found
+
+    def kill_all(self) -> None:
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def start(given, tmp_path) -> Iterator:
+    jobs = []
+
+    def start_job(*overrides: str, ranks: int = 1) -> Job:
+        jobs.append(Job(given, tmp_path, *overrides, ranks=ranks))
+        return jobs[-1]
+
+    yield start_job
+    for job in jobs:
+        job.kill_all()
+
+
+ENGINE_TEACHER = ("teacher.backend=engine", "algorithm.mode=sampled", "algorithm.alpha=1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks"),
+    [
+        pytest.param((), 1, id="swap"),
+        pytest.param((*ENGINE_TEACHER, "teacher.engine=own"), 1, id="own"),
+        pytest.param((*ENGINE_TEACHER, "teacher.engine=shared"), 1, id="shared"),
+        pytest.param((), 2, id="an engine for each of two", marks=needs_two),
+        pytest.param(("parallel.tensor=2", "engine.tensor_parallel=2"), 2, id="one engine over two", marks=needs_two),
+    ],
+)
+def test_a_run_publishes_agrees_and_leaves_nothing(start, overrides, ranks):
+    job = start(f"trainer.steps={STEPS}", *overrides, ranks=ranks)
+    assert job.ended(START_S) == 0, job.output()
+    rows = job.rows()
+    versions = [row["publish/version"] for row in rows]
+    assert len(versions) == STEPS and versions == sorted(set(versions))
+    assert all(row["policy/logprob_diff"] <= 0.01 for row in rows)
+    assert all(row["rollout/canary"] <= 0.05 for row in rows)
+    assert not job.left()
+    assert AutoModelForCausalLM.from_pretrained(job.directory / "export").config.hidden_size == 256
+    shutil.rmtree(job.directory)
+
+
+def test_a_killed_engine_ends_the_run_with_a_sentence(start):
+    job = start("trainer.steps=500")
+    job.wait_for_steps(2)
+    schedulers = [pid for pid, command in job.processes().items() if "scheduler" in command]
+    assert schedulers, job.processes()
+    os.kill(schedulers[0], signal.SIGKILL)
+    assert job.ended(NOTICED_S) == 1
+    assert "the SGLang engine died" in job.output() and "failed in phase" in job.output()
+    assert not job.left()
+
+
+def test_ctrl_c_saves_and_leaves_nothing(start):
+    job = start("trainer.steps=500")
+    job.wait_for_steps(2)
+    job.process.send_signal(signal.SIGINT)
+    assert job.ended(60) == 0, job.output()
+    assert list((job.directory / "checkpoints").iterdir())
+    assert not job.left()
+
+
+def test_no_engine_outlives_a_killed_trainer(start):
+    job = start("trainer.steps=500")
+    job.wait_for_steps(1)
+    job.process.kill()
+    assert not job.left(within_s=NOTICED_S)
