@@ -79,8 +79,6 @@ class Job:
         }
         words = [*(f"{name}={value}" for name, value in arguments.items()), *overrides]
         path = os.pathsep.join([environment()["PYTHONPATH"], str(ROOT / "tests" / "e2e")])
-        if ON_CPU:
-            path = os.pathsep.join([path, os.environ["PYTHONPATH"]])
         with self.log.open("w") as output:
             self.process = subprocess.Popen(
                 [sys.executable, *(launcher if ranks > 1 else ()), "-m", "rlpost", *words],
