@@ -1,9 +1,14 @@
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # a job in a shell's background; the programs started here heed it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module")
