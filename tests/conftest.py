@@ -5,9 +5,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # a job in a shell's background; the programs started here heed it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background: programs would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
