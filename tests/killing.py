@@ -32,7 +32,7 @@ class Run:
         prefix: Sequence[str] = (),
     ):
         launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}"]
-        paths = [str(E2E.parents[1] / "src"), str(E2E.parent), str(E2E)]
+        paths = [environment()["PYTHONPATH"], str(E2E)]
         self.ranks, self.lines = ranks, []
         self.process = subprocess.Popen(
             [*prefix, sys.executable, *(launcher if ranks else []), "-m", "rlpost", *arguments],

@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[1]
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """One thread a process (ranks share the cores), no network, no torchrun variables of an outer job."""
+    """One thread a process (ranks share the cores), no network, no torchrun variables of an outer job. The caller's
+    PYTHONPATH comes last: SGLang may lie there."""
     inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), *filter(None, [inherited.get("PYTHONPATH")])])
     return {**inherited, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **extra}

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from rlpost.failures import PhaseError, report
 from rlpost.launcher import follow_launcher
 from rlpost.parallel import all_gather_objects
+from rlpost.proc import process
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +58,8 @@ class Peer:
 
     @property
     def alive(self) -> bool:
-        state, born = _process(self.pid)
-        return born == self.born and state not in "ZX"
+        now = process(self.pid)
+        return now.born == self.born and now.alive
 
 
 @dataclass
@@ -92,7 +93,7 @@ class Watch:
         self._stacks = _stacks()
         if not faulthandler.is_enabled():
             faulthandler.enable(file=2)  # a crash in C code says where it was
-        _, born = _process(os.getpid())
+        born = process(os.getpid()).born
         me = Peer(rank, socket.gethostname(), os.getpid(), born, self._stacks)
         self._peers: list[Peer] = all_gather_objects(me)
         self._neighbours = [p for p in self._peers if p.host == me.host and p.rank != rank and p.alive]
@@ -287,12 +288,3 @@ def where(frame: FrameType | None) -> tuple[bool, str]:
             place = f"{'/'.join(Path(file).parts[-2:])}:{frame.f_lineno} ({name})"
         frame = frame.f_back
     return waits, place or "an unknown place"
-
-
-def _process(pid: int) -> tuple[str, str]:
-    """(state, start time) of a process; ("X", "") where it is gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return "X", ""
-    return fields[0], fields[19]

@@ -7,12 +7,9 @@ rlpost's other requirements.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -20,9 +17,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import ROOT, environment, free_port
+from killing import Run
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlpost.observe.metrics import read_metrics
 from rlpost.quickstart import task
 
 ON_CPU = os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
@@ -49,13 +47,12 @@ def given(tmp_path_factory) -> Path:
     return folder
 
 
-class Job:
+class Job(Run):
     """A run of `python -m rlpost`, and every process that it starts, known by a word in their environment."""
 
-    def __init__(self, given: Path, runs: Path, *overrides: str, ranks: int = 1):
-        self.word, self.directory, self.log = uuid.uuid4().hex, runs / "run", runs / "output.txt"
-        launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}"]
-        arguments = {
+    def __init__(self, given: Path, runs: Path, *overrides: str, ranks: int = 0):
+        self.word, self.directory = uuid.uuid4().hex, runs / "run"
+        settings = {
             "model.path": given / "model",
             "data.train": given / "data" / "train.jsonl",
             "run.dir": runs,
@@ -77,36 +74,11 @@ class Job:
             "trainer.plots": "false",
             "tracker.tensorboard": "false",
         }
-        words = [*(f"{name}={value}" for name, value in arguments.items()), *overrides]
-        path = os.pathsep.join([environment()["PYTHONPATH"], str(ROOT / "tests" / "e2e")])
-        with self.log.open("w") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, *(launcher if ranks > 1 else ()), "-m", "rlpost", *words],
-                env=environment(PYTHONPATH=path, RLPOST_TEST=self.word),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def rows(self) -> list[dict]:
-        path = self.directory / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [row for row in map(json.loads, lines) if "train/loss" in row]
+        arguments = [*(f"{name}={value}" for name, value in settings.items()), *overrides]
+        super().__init__(arguments, ranks, env={"RLPOST_TEST": self.word})
 
     def wait_for_steps(self, steps: int) -> None:
-        until = time.monotonic() + START_S
-        while len(self.rows()) < steps:
-            assert self.process.poll() is None and time.monotonic() < until, self.output()
-            time.sleep(0.1)
-
-    def ended(self, timeout: float) -> int:
-        try:
-            return self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"still there after {timeout} s:\n{self.output()}") from None
-
-    def output(self) -> str:
-        return self.log.read_text()[-6000:]
+        assert self.wait_for(r"^step +\d+/", START_S, times=steps), self.text
 
     def processes(self) -> dict[int, str]:
         """Those that are left, by their command lines."""
@@ -125,7 +97,7 @@ class Job:
             time.sleep(0.05)
         return found
 
-    def kill_all(self) -> None:
+    def clean_up(self) -> None:
         for pid in self.processes():
             os.kill(pid, signal.SIGKILL)
 
@@ -134,13 +106,13 @@ class Job:
 def start(given, tmp_path) -> Iterator:
     jobs = []
 
-    def start_job(*overrides: str, ranks: int = 1) -> Job:
+    def start_job(*overrides: str, ranks: int = 0) -> Job:
         jobs.append(Job(given, tmp_path, *overrides, ranks=ranks))
         return jobs[-1]
 
     yield start_job
     for job in jobs:
-        job.kill_all()
+        job.clean_up()
 
 
 ENGINE_TEACHER = ("teacher.backend=engine", "algorithm.mode=sampled", "algorithm.alpha=1")
@@ -149,17 +121,17 @@ ENGINE_TEACHER = ("teacher.backend=engine", "algorithm.mode=sampled", "algorithm
 @pytest.mark.parametrize(
     ("overrides", "ranks"),
     [
-        pytest.param((), 1, id="swap"),
-        pytest.param((*ENGINE_TEACHER, "teacher.engine=own"), 1, id="own"),
-        pytest.param((*ENGINE_TEACHER, "teacher.engine=shared"), 1, id="shared"),
+        pytest.param((), 0, id="swap"),
+        pytest.param((*ENGINE_TEACHER, "teacher.engine=own"), 0, id="own"),
+        pytest.param((*ENGINE_TEACHER, "teacher.engine=shared"), 0, id="shared"),
         pytest.param((), 2, id="an engine for each of two", marks=needs_two),
         pytest.param(("parallel.tensor=2", "engine.tensor_parallel=2"), 2, id="one engine over two", marks=needs_two),
     ],
 )
 def test_a_run_publishes_agrees_and_leaves_nothing(start, overrides, ranks):
     job = start(f"trainer.steps={STEPS}", *overrides, ranks=ranks)
-    assert job.ended(START_S) == 0, job.output()
-    rows = job.rows()
+    assert job.end(START_S)[0] == 0, job.text
+    rows = [row for row in read_metrics(job.directory / "metrics.jsonl") if "train/loss" in row]
     versions = [row["publish/version"] for row in rows]
     assert len(versions) == STEPS and versions == sorted(set(versions))
     assert all(row["policy/logprob_diff"] <= 0.01 for row in rows)
@@ -175,8 +147,8 @@ def test_a_killed_engine_ends_the_run_with_a_sentence(start):
     schedulers = [pid for pid, command in job.processes().items() if "scheduler" in command]
     assert schedulers, job.processes()
     os.kill(schedulers[0], signal.SIGKILL)
-    assert job.ended(NOTICED_S) == 1
-    assert "the SGLang engine died" in job.output() and "failed in phase" in job.output()
+    assert job.end(NOTICED_S)[0] == 1
+    assert "the SGLang engine died" in job.text and "failed in phase" in job.text
     assert not job.left()
 
 
@@ -184,7 +156,7 @@ def test_ctrl_c_saves_and_leaves_nothing(start):
     job = start("trainer.steps=500")
     job.wait_for_steps(2)
     job.process.send_signal(signal.SIGINT)
-    assert job.ended(60) == 0, job.output()
+    assert job.end(60)[0] == 0, job.text
     assert list((job.directory / "checkpoints").iterdir())
     assert not job.left()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import ROOT, run_ranks
+from launch import run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from rlpost.rollout.engine import EngineNotReady, Request, SamplingParams
@@ -156,8 +156,7 @@ def test_host_memory_serves_where_ipc_is_refused(engine, model):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_one_engine_over_two_gpus(model_path):
     program = Path(__file__).parent / "sglang_tp.py"
-    paths = [str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]  # SGLang may lie on the last
-    result = run_ranks([str(program), model_path], ranks=2, timeout=500, env={"PYTHONPATH": os.pathsep.join(paths)})
+    result = run_ranks([str(program), model_path], ranks=2, timeout=500)
     print(result.stdout[-2000:])
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
 

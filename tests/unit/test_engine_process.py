@@ -5,8 +5,8 @@ import sys
 
 import torch
 
+from rlpost.proc import group_is_alive
 from rlpost.rollout.engines.host_memory import HostMemory
-from rlpost.rollout.engines.sglang_process import _group_is_alive
 
 READ = """
 import sys, torch
@@ -44,10 +44,10 @@ def test_a_process_group_is_alive_until_its_last_process_is_gone():
     first.stdout.readline()
     first.kill()
     first.wait()
-    assert _group_is_alive(first.pid)  # its child reads from the same pipe
+    assert group_is_alive(first.pid)  # its child reads from the same pipe
     first.stdin.close()
     for _ in range(2000):
-        if not _group_is_alive(first.pid):
+        if not group_is_alive(first.pid):
             break
         subprocess.run(["true"], check=True)
-    assert not _group_is_alive(first.pid)
+    assert not group_is_alive(first.pid)

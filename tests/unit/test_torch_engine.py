@@ -33,6 +33,14 @@ def served(tmp_path_factory):
     return model, engine
 
 
+def another(model, engine, *, max_batch):
+    """An engine that serves the same."""
+    other = TorchEngine(engine.config._name_or_path, dtype=torch.float32, max_batch=max_batch)
+    other.start()
+    load_weights(other, model)
+    return other
+
+
 def dense_logprobs(model, ids, temperature=1.0):
     """[len(ids) − 1, V]: row i predicts ids[i + 1]."""
     with torch.no_grad():
@@ -84,11 +92,9 @@ def test_logprobs_are_those_at_the_sampling_temperature_before_the_cut(served, t
 
 
 @pytest.mark.parametrize("max_batch", [1, 3, 64])
-def test_a_seed_gives_the_same_response_whatever_else_is_in_the_batch(served, tmp_path, max_batch):
+def test_a_seed_gives_the_same_response_whatever_else_is_in_the_batch(served, max_batch):
     model, reference = served
-    engine = TorchEngine(reference.config._name_or_path, dtype=torch.float32, max_batch=max_batch)
-    engine.start()
-    load_weights(engine, model)
+    engine = another(model, reference, max_batch=max_batch)
     budgets = [1, 30, 7, 12, 3, 20, 9]
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(7)]
     requests = [Request(p, SamplingParams(b), seed=i) for i, (p, b) in enumerate(zip(prompts, budgets))]
@@ -180,12 +186,10 @@ def test_prefills_in_several_pieces_change_nothing(served, monkeypatch):
 
 
 @pytest.mark.parametrize("max_batch", [2, 5, 64])
-def test_rows_of_one_prompt_come_and_go_at_different_times(served, tmp_path, max_batch):
+def test_rows_of_one_prompt_come_and_go_at_different_times(served, max_batch):
     """Prompts are kept once for their rows, leave with the last of them, and make room for others."""
     model, reference = served
-    engine = TorchEngine(reference.config._name_or_path, dtype=torch.float32, max_batch=max_batch)
-    engine.start()
-    load_weights(engine, model)
+    engine = another(model, reference, max_batch=max_batch)
     budgets = [(1, 30, 2), (25, 1, 1), (3, 3, 40), (2,), (12, 1, 7)]
     requests = [
         Request(prompt, SamplingParams(budget, ignore_eos=True), seed=10 * p + i)

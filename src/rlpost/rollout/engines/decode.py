@@ -165,7 +165,8 @@ class Decoder:
             self.cache.rows.move(source, target, counts[requests[source]])
             requests[target], prompts[target] = requests[source], prompts[source]
         requests, prompts, lengths = requests[:alive], prompts[:alive], self.prompt_lengths
-        moves, used = _to_the_front([place in set(prompts) for place in range(len(lengths))])
+        wanted = set(prompts)
+        moves, used = _to_the_front([place in wanted for place in range(len(lengths))])
         for source, target in moves:
             self.cache.prompts.move(source, target, lengths[source])
             lengths[target] = lengths[source]

@@ -236,8 +236,7 @@ class SGLangEngine(StatedEngine):
             (name, spec.shape, spec.dtype, offset, prod(spec.shape) * spec.dtype.itemsize)
             for name, spec, offset in bucket.entries
         ]
-        _, _, _, offset, size = entries[-1]
-        file = self._host_memory.put(bucket.buffer[: offset + size]) if handles is None else None
+        file = self._host_memory.put(bucket.buffer) if handles is None else None
         self._call("load", entries=entries, file=file, handles=handles)
 
     def _prove(self) -> None:

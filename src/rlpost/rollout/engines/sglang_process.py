@@ -21,6 +21,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+from rlpost.proc import group_is_alive
 from rlpost.rollout.engines.sglang_host import READY
 
 log = logging.getLogger(__name__)
@@ -147,7 +148,7 @@ class EngineProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         until = time.monotonic() + KILL_S
-        while _group_is_alive(self._process.pid) and time.monotonic() < until:
+        while group_is_alive(self._process.pid) and time.monotonic() < until:
             time.sleep(0.02)
 
     def _read(self) -> None:
@@ -220,16 +221,6 @@ class EngineProcess:
         return f"{f': {advice}' if advice else ''}. Log: {self.log_path}; its last lines:\n" + "\n".join(
             lines[-LAST_LINES:]
         )
-
-
-def _group_is_alive(group: int) -> bool:
-    """Whether anything but zombies is left of the process group."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # gone meanwhile
-            state, _, process_group = path.read_text().rpartition(")")[2].split()[:3]
-            if int(process_group) == group and state not in "ZX":
-                return True
-    return False
 
 
 def advice_on(output: str) -> str | None:
