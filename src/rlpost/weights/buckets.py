@@ -36,7 +36,8 @@ def iter_buckets(
             yield _cut(bucket, used)
             bucket = None
         if bucket is None:
-            buffer = torch.empty(max(bucket_bytes, size), dtype=torch.uint8, device=tensor.device)
+            whole = max(bucket_bytes // ALIGNMENT, -(-size // ALIGNMENT)) * ALIGNMENT  # can be viewed in any dtype
+            buffer = torch.empty(whole, dtype=torch.uint8, device=tensor.device)
             bucket, used = Bucket(buffer), 0
         waiting[0].append(_view(bucket.buffer, spec, used))
         waiting[1].append(tensor.detach())

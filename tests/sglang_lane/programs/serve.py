@@ -93,6 +93,21 @@ def check_refusals(engine, model) -> None:
     assert engine.version == 2
 
 
+def check_that_places_are_remembered(engine, model) -> None:
+    hook, replayed = engine._hook, []
+
+    def watched(command, *arguments, **keywords):
+        results = hook(command, *arguments, **keywords)
+        replayed.extend(results if command == "load" else [])
+        return results
+
+    engine._hook = watched
+    publish(engine, model, 4)
+    engine._hook = hook
+    assert replayed and all(replayed), replayed
+    assert engine.digest() == {name: tensor_digest(p) for name, p in model.named_parameters()}
+
+
 def check_abort(engine) -> float:
     """An abort from another thread returns the tokens so far."""
     requests = greedy([[11, 12, 13]], 400)
@@ -133,14 +148,16 @@ def main() -> None:
         assert engine.digest() == {name: tensor_digest(p) for name, p in second.named_parameters()}
         check_refusals(engine, second)
         publish(engine, second, 3)
+        check_that_places_are_remembered(engine, first)
+        publish(engine, second, 5)
 
         engine.sleep(["kv_cache", "weights"])
         refused(EngineNotReady, engine.generate, greedy(PROMPTS, 1))
         engine.wake(["weights"])
         refused(EngineNotReady, engine.wake, ["weights"])
-        publish(engine, first, 4)
+        publish(engine, first, 6)
         engine.wake(["kv_cache"])
-        check_greedy(engine, first, 4)
+        check_greedy(engine, first, 6)
         asyncio.run(generate_in_a_loop(engine))
     assert bystander.poll() is None, "close ended another child of the caller"
     bystander.communicate(b"\n")

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -158,7 +157,7 @@ class SGLangEngine(StatedEngine):
 
     def commit(self, version: int) -> None:
         with self._state.committing(version):
-            self._on_leader(self._hook, "nothing", version=version)
+            self._on_leader(self._hook, "nothing", {"version": version})
             self._proven = True
 
     def digest(self) -> dict[str, str]:
@@ -233,11 +232,10 @@ class SGLangEngine(StatedEngine):
 
     def _load(self, bucket: Bucket, handles: list[tuple] | None) -> None:
         entries = [
-            (name, spec.shape, spec.dtype, offset, prod(spec.shape) * spec.dtype.itemsize)
-            for name, spec, offset in bucket.entries
+            (name, spec.shape, str(spec.dtype).removeprefix("torch."), offset) for name, spec, offset in bucket.entries
         ]
         file = self._host_memory.put(bucket.buffer) if handles is None else None
-        self._call("load", entries=entries, file=file, handles=handles)
+        self._hook("load", {"file": file, "handles": handles}, entries=entries)
 
     def _prove(self) -> None:
         """SGLang skips a name that it does not know with a line in its log, so the first publish is proved."""
@@ -247,15 +245,11 @@ class SGLangEngine(StatedEngine):
                 f"the publish did not reach (or brought NaN to) {len(missed)} of SGLang's parameters: {missed[:5]}"
             )
 
-    def _hook(self, command: str, *, version: int | None = None, **arguments: Any) -> list[Any]:
-        """Run a command of `sglang_worker` in the engine; with a version, SGLang reports that from then on.
-        One result per tensor-parallel rank."""
+    def _hook(self, command: str, sent: Mapping[str, Any] | None = None, **arguments: Any) -> list[Any]:
+        """Run a command of `sglang_worker` in the engine: one result per tensor-parallel rank. sent: what goes with the
+        request, see `sglang_host.Host.hook`."""
         reply = self._process.directory / command
-        request = json.dumps({"command": command, "reply": str(reply), **arguments})
-        if version is None:
-            self._call("hook", request=request)
-        else:
-            self._call("commit", version=version, request=request)
+        self._call("hook", request=json.dumps({"command": command, "reply": str(reply), **arguments}), **(sent or {}))
         results = []
         for rank in range(self._process.info["tensor_parallel"]):
             path = reply.with_name(f"{reply.name}.{rank}")

@@ -89,31 +89,26 @@ class Host:
             scores.append((logprobs, tops, meta["weight_version"]))
         return scores
 
-    async def load(self, entries: list[tuple], file: tuple | None, handles: list[tuple] | None) -> None:
-        """Load a bucket. entries: (name, shape, dtype, byte offset, bytes). file: where its buffer is in host memory,
-        as arguments of `torch.from_file`; or handles: CUDA IPC arguments, one per tensor-parallel rank."""
+    async def hook(
+        self,
+        request: str,
+        file: tuple | None = None,
+        handles: list[tuple] | None = None,
+        version: int | None = None,
+    ) -> None:
+        """Run `sglang_worker.run` in every scheduler process; with `version`, SGLang reports that from then on. A
+        bucket's buffer goes with the request: `file`, where it is in host memory, as arguments of `torch.from_file`; or
+        `handles`, CUDA IPC arguments for each of them."""
         import torch
-        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+        from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-        metadata = [
-            FlattenedTensorMetadata(name, torch.Size(shape), dtype, offset, offset + size, size)
-            for name, shape, dtype, offset, size in entries
-        ]
-        if handles is None:
-            open_file = functools.partial(torch.from_file, dtype=torch.uint8)
-            buffers = [_OpenedThere(open_file, file)] * self.tensor_parallel
-        else:
-            from torch.multiprocessing.reductions import rebuild_cuda_tensor
-
+        if handles is not None:
             buffers = [_OpenedThere(rebuild_cuda_tensor, arguments) for arguments in handles]
-        await self._update([{"flattened_tensor": b, "metadata": metadata} for b in buffers], "flattened_bucket")
-
-    async def hook(self, request: str) -> None:
-        """Run `sglang_worker.run(model, request)` in every scheduler process."""
-        await self._hook(request)
-
-    async def commit(self, version: int, request: str) -> None:
-        await self._hook(request, weight_version=str(version))
+        elif file is not None:
+            buffers = [_OpenedThere(functools.partial(torch.from_file, dtype=torch.uint8), file)] * self.tensor_parallel
+        else:
+            buffers = [torch.empty(0, dtype=torch.uint8)] * self.tensor_parallel
+        await self._update([[(request, buffer)] for buffer in buffers], version)
 
     async def flush(self) -> None:
         """Wait until nothing runs, then drop the prefix cache."""
@@ -135,13 +130,7 @@ class Host:
     async def abort(self) -> None:
         self.manager.abort_request(abort_all=True)
 
-    async def _hook(self, request: str, weight_version: str | None = None) -> None:
-        import torch
-
-        message = torch.frombuffer(bytearray(request.encode()), dtype=torch.uint8)
-        await self._update([[("request", message)]] * self.tensor_parallel, HOOK, weight_version)
-
-    async def _update(self, payloads: list[Any], load_format: str, weight_version: str | None = None) -> None:
+    async def _update(self, payloads: list[Any], version: int | None) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
@@ -149,9 +138,9 @@ class Host:
             UpdateWeightsFromTensorReqInput(
                 # A payload each: shared memory and IPC references are taken over by the rank that reads them.
                 serialized_named_tensors=[MultiprocessingSerializer.serialize(payload) for payload in payloads],
-                load_format=load_format,
+                load_format=HOOK,
                 flush_cache=False,
-                weight_version=weight_version,
+                weight_version=None if version is None else str(version),
             ),
             None,
         )

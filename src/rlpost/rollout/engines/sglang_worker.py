@@ -1,11 +1,13 @@
 """What rlpost runs inside SGLang's scheduler processes, through its `custom_weight_loader` argument.
 
-A request is JSON: {"command", "reply": path, …}. Rank r writes its answer to `<reply>.<r>`; an exception is an answer
-too, because one that left this function would end the engine.
+A request is JSON: {"command", "reply": path, …}, and comes as the name of a tensor: the buffer of a bucket for `load`,
+otherwise empty. Rank r writes its answer to `<reply>.<r>`; an exception is an answer too, because one that left this
+function would end the engine.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -16,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rlpost.rollout.engine import Bucket, TensorSpec
+from rlpost.rollout.engines.sglang_load import BucketLoader
 from rlpost.weights.buckets import tensor_digest
 
 # Hugging Face module -> SGLang's fused module, and all parts of that in order.
@@ -28,10 +32,11 @@ EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weigh
 
 
 def run(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """The entry point that SGLang calls with the one tensor ("request", uint8 of the JSON)."""
-    request = json.loads(bytes(named_tensors[0][1].cpu().numpy()))
+    """The entry point that SGLang calls with the one pair of request and tensor."""
+    [(text, buffer)] = named_tensors
+    request = json.loads(text)
     try:
-        answer = {"result": COMMANDS[request["command"]](model, request)}
+        answer = {"result": COMMANDS[request["command"]](model, request, buffer)}
     except Exception as error:  # see the module's docstring
         answer = {"error": f"{type(error).__name__}: {error}"}
     path = f"{request['reply']}.{dist.get_rank() if dist.is_initialized() else 0}"
@@ -40,7 +45,21 @@ def run(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     os.replace(path + ".tmp", path)
 
 
-def poison(model: nn.Module, request: Mapping[str, Any]) -> int:
+def load(model: nn.Module, request: Mapping[str, Any], buffer: Tensor) -> bool:
+    """Load the bucket of `buffer` and request["entries"] (name, shape, dtype, byte offset); see `BucketLoader.load`."""
+    entries = [
+        (name, TensorSpec(tuple(shape), getattr(torch, dtype)), offset)
+        for name, shape, dtype, offset in request["entries"]
+    ]
+    return _loader(model).load(Bucket(buffer, entries))
+
+
+@functools.cache
+def _loader(model: nn.Module) -> BucketLoader:
+    return BucketLoader(model)
+
+
+def poison(model: nn.Module, request: Mapping[str, Any], buffer: Tensor) -> int:
     """Fill every floating parameter with NaN, so that `poisoned` finds those that a publish does not reach."""
     filled = 0
     with torch.no_grad():
@@ -51,7 +70,7 @@ def poison(model: nn.Module, request: Mapping[str, Any]) -> int:
     return filled
 
 
-def poisoned(model: nn.Module, request: Mapping[str, Any]) -> list[str]:
+def poisoned(model: nn.Module, request: Mapping[str, Any], buffer: Tensor) -> list[str]:
     """The parameters that still hold a NaN."""
     return [
         name
@@ -60,7 +79,7 @@ def poisoned(model: nn.Module, request: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def digests(model: nn.Module, request: Mapping[str, Any]) -> dict[str, str]:
+def digests(model: nn.Module, request: Mapping[str, Any], buffer: Tensor) -> dict[str, str]:
     """`tensor_digest` of every tensor in request["shapes"] {Hugging Face name: shape}, put together again from the
     engine's fused and sharded parameters."""
     parameters = dict(model.named_parameters())
@@ -68,11 +87,11 @@ def digests(model: nn.Module, request: Mapping[str, Any]) -> dict[str, str]:
     return {name: tensor_digest(_read_back(parameters, name, shapes)) for name in shapes}
 
 
-def nothing(model: nn.Module, request: Mapping[str, Any]) -> None:
+def nothing(model: nn.Module, request: Mapping[str, Any], buffer: Tensor) -> None:
     """Only shows that the scheduler answers."""
 
 
-COMMANDS = {"poison": poison, "poisoned": poisoned, "digests": digests, "nothing": nothing}
+COMMANDS = {"load": load, "poison": poison, "poisoned": poisoned, "digests": digests, "nothing": nothing}
 
 
 def _read_back(parameters: Mapping[str, Tensor], name: str, shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
