@@ -95,7 +95,8 @@ class Bench:
         watch.wrap(engine, "pause", "pause")
         if self.given.engine == "sglang":
             watch.wrap(engine, "_share", "finish the copies, IPC handle")
-            watch.wrap(engine, "_load", "engine loads")
+            watch.wrap(engine, "_finish_loading", "wait for the bucket that the engine loads")
+            watch.wrap(engine, "_load", "send the next")
         watch.wrap(engine, "load_bucket", "load_bucket, the rest (checks)")
         watch.wrap(engine, "flush", "flush")
         watch.wrap(engine, "commit", "commit")

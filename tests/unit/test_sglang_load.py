@@ -54,6 +54,7 @@ def buckets(tensors: dict[str, Tensor], size: int = 2**16):
 
 
 def load(loader: BucketLoader, tensors: dict[str, Tensor], size: int = 2**16) -> list[bool]:
+    loader.begin()
     return [loader.load(bucket) for bucket in buckets(tensors, size)]
 
 

@@ -136,7 +136,8 @@ class Engine(Protocol):
         ...
 
     def load_bucket(self, bucket: Bucket) -> None:
-        """Copy the bucket's tensors. Where a name, shape or dtype differs: ValueError, and nothing is written."""
+        """Copy the bucket's tensors, at the latest before `flush` returns. Where a name, shape or dtype differs:
+        ValueError, and nothing is written."""
         ...
 
     def flush(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from common import greedy, logprobs_of, publish, reference, running_engine
 
 from rlpost.rollout.engine import Bucket, EngineNotReady, Request, SamplingParams, TensorSpec
-from rlpost.weights.buckets import tensor_digest
+from rlpost.weights.buckets import iter_buckets, tensor_digest
 
 PROMPTS = [[5, 9, 200, 31], [7] * 40, list(range(100, 120)), [5, 9, 200, 31]]
 
@@ -89,21 +89,21 @@ def check_refusals(engine, model) -> None:
         bucket = Bucket(torch.zeros(2**20, dtype=torch.uint8), [(wrong_name, wrong, 0)])
         assert wrong_name in refused(ValueError, engine.load_bucket, bucket)
     assert "have not arrived" in refused(EngineNotReady, engine.flush)
+    engine.load_bucket(next(iter_buckets(model.named_parameters(), 2**16, lambda name: torch.float32)))  # and given up
     refused(EngineNotReady, engine.commit, 9)
     assert engine.version == 2
 
 
 def check_that_places_are_remembered(engine, model) -> None:
-    hook, replayed = engine._hook, []
+    begin_hook, replayed = engine._begin_hook, []
 
     def watched(command, *arguments, **keywords):
-        results = hook(command, *arguments, **keywords)
-        replayed.extend(results if command == "load" else [])
-        return results
+        results = begin_hook(command, *arguments, **keywords)
+        return results if command != "load" else lambda: replayed.extend(results())
 
-    engine._hook = watched
+    engine._begin_hook = watched
     publish(engine, model, 4)
-    engine._hook = hook
+    engine._begin_hook = begin_hook
     assert replayed and all(replayed), replayed
     assert engine.digest() == {name: tensor_digest(p) for name, p in model.named_parameters()}
 

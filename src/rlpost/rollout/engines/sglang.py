@@ -81,6 +81,7 @@ class SGLangEngine(StatedEngine):
         self._process: EngineProcess | None = None
         self._host_memory = HostMemory()
         self._state = EngineState()
+        self._loading: tuple[Callable[[], Any], Bucket] | None = None  # what waits for it, and what must live till then
         self._proven = False  # that a publish reaches every parameter
         self._aborted = False
 
@@ -131,9 +132,16 @@ class SGLangEngine(StatedEngine):
 
     def pause(self) -> None:
         self._state.pause()
+        try:
+            self._finish_loading()
+        except Exception as error:  # of a publish that was given up: whoever did so knows why
+            log.info("the bucket that was loading: %s", error)
 
     def load_bucket(self, bucket: Bucket) -> None:
-        """Where a name, shape or dtype differs on any rank: ValueError on all, and nothing is written."""
+        """Where a name, shape or dtype differs on any rank: ValueError on all, and nothing is written.
+
+        Returns while the engine loads it, and when it has the one before; what goes wrong is raised by the next call.
+        """
         self._state.check_loading("load_bucket")
         faults = bucket_faults(bucket, self._specs)
         fault, handle = (None, None) if faults else self._share(bucket)
@@ -149,7 +157,7 @@ class SGLangEngine(StatedEngine):
 
     def flush(self) -> None:
         with self._state.flushing(self._specs.keys()):
-            self._on_leader(self._call, "flush")
+            self._on_leader(self._flush)
             if not self._proven:
                 self._prove()
         if torch.cuda.is_available():
@@ -173,7 +181,7 @@ class SGLangEngine(StatedEngine):
     def close(self) -> None:
         """End the engine's processes and no others. Only `start` can follow."""
         self._state.stop()
-        self._proven = False
+        self._proven, self._loading = False, None
         if self._process is not None:
             process, self._process = self._process, None
             process.close()
@@ -231,11 +239,22 @@ class SGLangEngine(StatedEngine):
             return None, None
 
     def _load(self, bucket: Bucket, handles: list[tuple] | None) -> None:
+        self._finish_loading()
         entries = [
             (name, spec.shape, str(spec.dtype).removeprefix("torch."), offset) for name, spec, offset in bucket.entries
         ]
-        file = self._host_memory.put(bucket.buffer) if handles is None else None
-        self._hook("load", {"file": file, "handles": handles}, entries=entries)
+        sent = {"file": self._host_memory.put(bucket.buffer)} if handles is None else {"handles": handles}
+        loaded = self._begin_hook("load", sent, entries=entries, first=not self._state.arrived)
+        self._loading = loaded, bucket
+
+    def _finish_loading(self) -> None:
+        if self._loading is not None:
+            (loaded, _), self._loading = self._loading, None
+            loaded()
+
+    def _flush(self) -> None:
+        self._finish_loading()
+        self._call("flush")
 
     def _prove(self) -> None:
         """SGLang skips a name that it does not know with a line in its log, so the first publish is proved."""
@@ -248,16 +267,28 @@ class SGLangEngine(StatedEngine):
     def _hook(self, command: str, sent: Mapping[str, Any] | None = None, **arguments: Any) -> list[Any]:
         """Run a command of `sglang_worker` in the engine: one result per tensor-parallel rank. sent: what goes with the
         request, see `sglang_host.Host.hook`."""
+        return self._begin_hook(command, sent, **arguments)()
+
+    def _begin_hook(
+        self, command: str, sent: Mapping[str, Any] | None = None, **arguments: Any
+    ) -> Callable[[], list[Any]]:
+        """The same in two: what comes back waits for the results."""
         reply = self._process.directory / command
-        self._call("hook", request=json.dumps({"command": command, "reply": str(reply), **arguments}), **(sent or {}))
-        results = []
-        for rank in range(self._process.info["tensor_parallel"]):
-            path = reply.with_name(f"{reply.name}.{rank}")
-            answer = json.loads(path.read_text())
-            path.unlink()
-            if "error" in answer:
-                raise RuntimeError(f"{command} in SGLang's process {rank}: {answer['error']}")
-            results.append(answer["result"])
+        request = json.dumps({"command": command, "reply": str(reply), **arguments})
+        answered = self._process.begin("hook", timeout_s=CONTROL_S, request=request, **(sent or {}))
+
+        def results() -> list[Any]:
+            answered()
+            found = []
+            for rank in range(self._process.info["tensor_parallel"]):
+                path = reply.with_name(f"{reply.name}.{rank}")
+                answer = json.loads(path.read_text())
+                path.unlink()
+                if "error" in answer:
+                    raise RuntimeError(f"{command} in SGLang's process {rank}: {answer['error']}")
+                found.append(answer["result"])
+            return found
+
         return results
 
     def _call(self, method: str, **arguments: Any) -> Any:

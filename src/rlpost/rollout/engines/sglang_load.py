@@ -30,13 +30,15 @@ class BucketLoader:
         self._copies: dict[tuple, _Copies | None] = {}  # by a bucket's entries; None: not to be replayed
         self._addresses: list[int] = []
 
-    def load(self, bucket: Bucket) -> bool:
-        """Whether it took copies seen before."""
-        state = [*self.model.parameters(), *self.model.buffers()]
-        addresses = [tensor.data_ptr() for tensor in state]
-        if addresses != self._addresses:  # no old place is right any more
+    def begin(self) -> None:
+        """Before a publish: where a tensor of the model has moved, no place is known any more."""
+        addresses = [tensor.data_ptr() for tensor in self._state()]
+        if addresses != self._addresses:
             self._copies.clear()
             self._addresses = addresses
+
+    def load(self, bucket: Bucket) -> bool:
+        """Whether it took copies seen before."""
         key = tuple(bucket.entries)
         if copies := self._copies.get(key):
             copies.replay(bucket.buffer)
@@ -46,8 +48,11 @@ class BucketLoader:
         else:
             with _Recorder() as recorder:
                 self.model.load_weights(unpack(bucket))
-            self._copies[key] = recorder.copies(bucket, state)
+            self._copies[key] = recorder.copies(bucket, self._state())
         return False
+
+    def _state(self) -> list[Tensor]:
+        return [*self.model.parameters(), *self.model.buffers()]
 
 
 @dataclass

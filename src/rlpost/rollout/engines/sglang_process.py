@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from multiprocessing import Pipe
 from pathlib import Path
@@ -101,6 +101,10 @@ class EngineProcess:
 
     def call(self, method: str, *, timeout_s: float | None = None, **arguments: Any) -> Any:
         """The result of this method of `sglang_host.Host`, or its exception."""
+        return self.begin(method, timeout_s=timeout_s, **arguments)()
+
+    def begin(self, method: str, *, timeout_s: float | None = None, **arguments: Any) -> Callable[[], Any]:
+        """The same in two: what comes back waits for the result."""
         answer: Future = Future()
         with self._lock:
             if self._process.poll() is not None or self._closing:
@@ -111,12 +115,16 @@ class EngineProcess:
                 self._connection.send((number, method, arguments))
             except OSError as error:
                 raise self._death() from error
-        try:
-            return answer.result(timeout_s)
-        except TimeoutError as error:
-            if answer.done():
-                raise  # the engine's own
-            raise TimeoutError(f"the SGLang engine did not answer {method!r} within {timeout_s} s") from error
+
+        def result() -> Any:
+            try:
+                return answer.result(timeout_s)
+            except TimeoutError as error:
+                if answer.done():
+                    raise  # the engine's own
+                raise TimeoutError(f"the SGLang engine did not answer {method!r} within {timeout_s} s") from error
+
+        return result
 
     def close(self, *, keep_log: bool = False) -> None:
         """End the engine's processes and no others. May be called again."""

@@ -46,12 +46,16 @@ def run(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def load(model: nn.Module, request: Mapping[str, Any], buffer: Tensor) -> bool:
-    """Load the bucket of `buffer` and request["entries"] (name, shape, dtype, byte offset); see `BucketLoader.load`."""
+    """Load the bucket of `buffer` and request["entries"] (name, shape, dtype, byte offset), the first of a publish with
+    request["first"]; see `BucketLoader.load`."""
     entries = [
         (name, TensorSpec(tuple(shape), getattr(torch, dtype)), offset)
         for name, shape, dtype, offset in request["entries"]
     ]
-    return _loader(model).load(Bucket(buffer, entries))
+    loader = _loader(model)
+    if request["first"]:
+        loader.begin()
+    return loader.load(Bucket(buffer, entries))
 
 
 @functools.cache
