@@ -94,7 +94,7 @@ def rlpost_step(
     policy = MegatronPolicy(ModelConfig(str(path), dtype="bf16", impl=impl), OptimConfig(lr=1e-6), parallel)
     dp = policy.mesh.dp
     mine = samples[dp.rank :: dp.size]
-    micros = [micro.to("cuda") for micro in pack(mine, max_tokens * policy.mesh.cp.size)]
+    micros = pack(mine, max_tokens * policy.mesh.cp.size)
 
     def loss(head, micro):
         return LossOutput(-head.logprobs(micro.target_N).logprobs_N)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlpost.data.packing import assign, worth_sharing
-from rlpost.types import MicroBatch
+from rlpost.types import MicroBatch, to_device
 
 if TYPE_CHECKING:
     from rlpost.parallel import Axis
@@ -47,7 +47,7 @@ class LocalTokens:
 
     def to(self, device: torch.device) -> LocalTokens:
         names = [name for name, v in vars(self).items() if isinstance(v, Tensor) and name != "place_M"]
-        moved = {name: getattr(self, name).to(device) for name in names}
+        moved = {name: to_device(getattr(self, name), device) for name in names}
         return replace(self, **moved)
 
 
