@@ -64,16 +64,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Of the device, or of the host: Python and torch's CPU allocator say it in different ways."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(
-        words in str(error) for words in ("can't allocate memory", "not enough memory", "Cannot allocate memory")
-    )
+    return _says(error, "can't allocate memory", "not enough memory", "Cannot allocate memory")
 
 
 def is_communication(error: BaseException) -> bool:
     """An error of the process group, as other ranks' deaths cause it."""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo/", "NCCL", "TCPStore"))
-    )
+    return isinstance(error, dist.DistError) or _says(error, "gloo/", "NCCL", "TCPStore")
+
+
+def _says(error: BaseException, *words: str) -> bool:
+    """Whether it is torch's and has one of them. An error of a class of its own may quote a whole log."""
+    return type(error) is RuntimeError and any(word in str(error) for word in words)
 
 
 def _out_of_memory(error: BaseException, phase: str, held: Mapping[str, int]) -> str:

@@ -54,6 +54,7 @@ class Job(Run):
         self.word, self.directory = uuid.uuid4().hex, runs / "run"
         settings = {
             "model.path": given / "model",
+            "model.dtype": "fp32" if ON_CPU else "bf16",
             "data.train": given / "data" / "train.jsonl",
             "run.dir": runs,
             "run.name": "run",
@@ -150,6 +151,12 @@ def test_a_killed_engine_ends_the_run_with_a_sentence(start):
     assert job.end(NOTICED_S)[0] == 1
     assert "the SGLang engine died" in job.text and "failed in phase" in job.text
     assert not job.left()
+
+
+@pytest.mark.skipif(ON_CPU, reason="needs CUDA")
+def test_an_engine_in_fp32_is_refused_before_anything_is_loaded(start):
+    job = start("model.dtype=fp32")
+    assert job.end(60)[0] == 1 and "set model.dtype=bf16, or engine.dtype=bf16" in job.text, job.text
 
 
 def test_ctrl_c_saves_and_leaves_nothing(start):

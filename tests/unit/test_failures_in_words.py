@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from rlpost.failures import PhaseError, is_communication, is_out_of_memory, sentence, size
+from rlpost.rollout.engines.sglang_process import EngineDied
 from rlpost.watch import verdict, where
 
 CUDA = (
@@ -52,6 +53,13 @@ def test_other_errors_keep_their_words_and_unexpected_ones_their_class():
     assert is_communication(broken) and is_communication(dist.DistNetworkError("gone"))
     assert sentence(broken, "train", {}).startswith("the other ranks cannot be reached: [third_party/gloo")
     assert "more" not in sentence(broken, "train", {})
+
+
+def test_an_engines_last_lines_are_not_taken_for_the_trainers_own_trouble():
+    """They name NCCL whenever an engine on a GPU dies."""
+    died = EngineDied("the SGLang engine died. Its last lines:\n[W ProcessGroupNCCL.cpp] Cannot allocate memory")
+    assert sentence(died, "rollout", {}) == str(died)
+    assert not is_communication(died) and not is_out_of_memory(died)
 
 
 def test_a_failure_travels_between_ranks():

@@ -272,6 +272,15 @@ def _parallel_mistakes(config: Config, world: int) -> Iterator[str]:
         yield f"engine.tensor_parallel={gpus} does not divide the {world} ranks, of which each such group has an engine"
     if config.engine.name == "sglang" and gpus > 0 and heads and heads % gpus:
         yield f"engine.tensor_parallel={gpus} does not divide the model's {heads} attention heads, as SGLang needs"
+    dtype = config.model.dtype if config.engine.dtype == "auto" else config.engine.dtype
+    if config.engine.name == "sglang" and dtype == "fp32":
+        import torch
+
+        if torch.cuda.is_available():
+            yield (
+                f"model.dtype={config.model.dtype} and engine.dtype={config.engine.dtype} make an engine in fp32, which "
+                "engine.name=sglang cannot be on a GPU; set model.dtype=bf16, or engine.dtype=bf16"
+            )
     against = against_compiled(p.tensor, bool(_experts(model)), config.train.recompute, config.train.overlap)
     if config.model.impl == "compiled" and against:
         yield f"model.impl=compiled is not allowed with {against}; choose model.impl=auto"

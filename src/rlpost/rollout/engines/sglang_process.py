@@ -47,6 +47,9 @@ ADVICE = {
     r"OutOfMemoryError|CUDA out of memory|std::bad_alloc": (
         "out of memory: lower engine.memory_fraction or engine.max_batch, or raise engine.tensor_parallel"
     ),
+    r"failed to dispatch data type Float": (
+        "SGLang's CUDA kernels take bf16 or fp16: set model.dtype=bf16, or engine.dtype=bf16"
+    ),
     r"No module named '?(sglang|sgl_kernel|torch_memory_saver)": (
         "a package that SGLang needs is missing: pip install 'rlpost[gpu]'"
     ),
