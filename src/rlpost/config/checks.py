@@ -278,8 +278,8 @@ def _parallel_mistakes(config: Config, world: int) -> Iterator[str]:
 
         if torch.cuda.is_available():
             yield (
-                f"model.dtype={config.model.dtype} and engine.dtype={config.engine.dtype} make an engine in fp32, which "
-                "engine.name=sglang cannot be on a GPU; set model.dtype=bf16, or engine.dtype=bf16"
+                f"model.dtype={config.model.dtype} and engine.dtype={config.engine.dtype} make an engine in fp32, "
+                "which engine.name=sglang cannot be on a GPU; set model.dtype=bf16, or engine.dtype=bf16"
             )
     against = against_compiled(p.tensor, bool(_experts(model)), config.train.recompute, config.train.overlap)
     if config.model.impl == "compiled" and against:
