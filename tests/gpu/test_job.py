@@ -65,7 +65,7 @@ class Job(Run):
             "feedback": "quickstart",
             "reward._target_": "toy_rewards.variety",
             "engine.name": "sglang",
-            "engine.memory_fraction": 0.1,
+            "engine.memory_fraction": 0.1 if ON_CPU else 0.5,  # of a GPU little is taken: max_total_tokens
             "+engine.extra.max_total_tokens": 8192,
             "+engine.extra.disable_cuda_graph": "true",
             "rollout.canary": "always",
