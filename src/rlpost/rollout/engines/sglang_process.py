@@ -47,6 +47,9 @@ ADVICE = {
     r"OutOfMemoryError|CUDA out of memory|std::bad_alloc": (
         "out of memory: lower engine.memory_fraction or engine.max_batch, or raise engine.tensor_parallel"
     ),
+    r"memory capacity is unbalanced": (
+        "another program uses some of the GPUs of this engine: end it, or start with other GPUs (CUDA_VISIBLE_DEVICES)"
+    ),
     r"failed to dispatch data type Float": (
         "SGLang's CUDA kernels take bf16 or fp16: set model.dtype=bf16, or engine.dtype=bf16"
     ),
