@@ -14,8 +14,6 @@ from pathlib import Path
 
 from launch import environment, free_port
 
-E2E = Path(__file__).parent / "e2e"
-
 
 class Run:
     """`python -m rlpost arguments…` (ranks 0), or under torchrun. prefix: a command before it.
@@ -32,11 +30,10 @@ class Run:
         prefix: Sequence[str] = (),
     ):
         launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}"]
-        paths = [environment()["PYTHONPATH"], str(E2E)]
         self.ranks, self.lines = ranks, []
         self.process = subprocess.Popen(
             [*prefix, sys.executable, *(launcher if ranks else []), "-m", "rlpost", *arguments],
-            env=environment(PYTHONPATH=os.pathsep.join(paths), **(env or {})),
+            env=environment(**(env or {})),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

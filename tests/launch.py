@@ -13,11 +13,13 @@ ROOT = Path(__file__).parents[1]
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """One thread a process (ranks share the cores), no network, no torchrun variables of an outer job. The caller's
-    PYTHONPATH comes last: SGLang may lie there."""
+    """One thread a process (ranks share the cores), no network, no torchrun variables of an outer job. PYTHONPATH has
+    the sources, the tests, those of whole runs (recipes name functions there), and last the caller's: SGLang may lie
+    there."""
     inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), *filter(None, [inherited.get("PYTHONPATH")])])
-    return {**inherited, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **extra}
+    ours = [str(ROOT / folder) for folder in ("src", "tests", "tests/e2e")]
+    path = [*ours, *filter(None, [inherited.get("PYTHONPATH")])]
+    return {**inherited, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **extra}
 
 
 def run_python(

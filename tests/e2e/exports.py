@@ -7,8 +7,6 @@ import torch
 from launch import run_python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-ENV = {"PYTHONPATH": f"{Path(__file__).parents[2] / 'src'}:{Path(__file__).parent}"}
-
 
 def distance_of_export(run: Path, *overrides: str) -> float:
     """The largest difference between the log-probs of a response under the export and under the resumed trainer.
@@ -18,7 +16,7 @@ def distance_of_export(run: Path, *overrides: str) -> float:
         f"import json; from rlpost import Trainer; t = Trainer.resume({str(run)!r}, {overrides!r})\n"
         "print(json.dumps(t.score(['decline : lamp river'], ['lampae riverum'])))"
     )
-    scored = run_python(["-c", code], env=ENV)
+    scored = run_python(["-c", code])
     assert scored.returncode == 0, scored.stderr
     ours = torch.tensor(json.loads(scored.stdout.splitlines()[-1])[0])
     tokenizer = AutoTokenizer.from_pretrained(run / "export")

@@ -1,7 +1,6 @@
 """The same run under different launches: losses, gradient norms and rollouts agree."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from transformers import Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from rlpost.observe.metrics import read_metrics
 from rlpost.quickstart import task
 
-HERE = str(Path(__file__).parent)
 LAUNCHES = {
     "small micro-batches": (1, ["train.max_tokens_per_micro_batch=30"]),
     "data parallel 2": (2, []),
@@ -29,8 +27,7 @@ LAUNCHES = {
 
 def launch(tiny, out, algorithm, ranks, more):
     arguments = ["-m", "rlpost", *command(tiny, out, algorithm, *more)]
-    env = {"PYTHONPATH": f"{Path(__file__).parents[2] / 'src'}:{HERE}"}
-    run = run_python(arguments, env=env) if ranks == 1 else run_ranks(arguments, ranks, env=env)
+    run = run_python(arguments) if ranks == 1 else run_ranks(arguments, ranks)
     assert run.returncode == 0, run.stdout + run.stderr
     rows = [row for row in read_metrics(out / "run") if "train/loss" in row]
     responses = []

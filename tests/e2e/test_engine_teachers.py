@@ -12,7 +12,6 @@ from rlpost.config.compose import load_config
 from rlpost.observe.metrics import read_metrics
 
 PROGRAM = Path(__file__).with_name("many_runs.py")
-ENV = {"PYTHONPATH": f"{Path(__file__).parents[2] / 'src'}:{Path(__file__).parent}"}
 TOPK = ["algorithm.top_k_ids=teacher", "rollout.temperature=0.8", "trainer.steps=3"]
 SAMPLED = ["algorithm.mode=sampled", "algorithm.alpha=1", "trainer.steps=3", "train.updates_per_rollout=2"]
 QUIET = {"route": "none", "tokens": 0, **dict.fromkeys(("success", "demonstration", "feedback", "cut"), False)}
@@ -51,7 +50,7 @@ def runs(tiny, tmp_path_factory):
         plan = folder / f"{ranks}.json"
         plan.write_text(json.dumps(commands))
         arguments = [str(PROGRAM), str(folder), str(plan)]
-        run = run_python(arguments, env=ENV) if ranks == 1 else run_ranks(arguments, ranks, env=ENV, timeout=300)
+        run = run_python(arguments) if ranks == 1 else run_ranks(arguments, ranks, timeout=300)
         assert run.returncode == 0, run.stderr
     names = {name.split("/")[0] for name in (*one, *two)}
     return {name: [r for r in read_metrics(folder / name / "run") if "train/loss" in r] for name in names}

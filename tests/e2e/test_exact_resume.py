@@ -10,14 +10,13 @@ from overrides import command
 from rlpost.observe.metrics import read_metrics
 
 PROGRAM = Path(__file__).with_name("resumed_run.py")
-ENV = {"PYTHONPATH": f"{Path(__file__).parents[2] / 'src'}:{Path(__file__).parent}"}
 
 
 @pytest.mark.parametrize(("algorithm", "ranks"), [("sdpo", 1), ("grpo", 2), ("ppo", 1)])
 def test_three_and_three_steps_are_six(algorithm, ranks, tiny, tmp_path):
     overrides = command(tiny, tmp_path, algorithm, "tracker.progress=false")
     arguments = [str(PROGRAM), str(tmp_path), *overrides]
-    run = run_python(arguments, env=ENV) if ranks == 1 else run_ranks(arguments, ranks, env=ENV, timeout=300)
+    run = run_python(arguments) if ranks == 1 else run_ranks(arguments, ranks, timeout=300)
     assert run.returncode == 0, run.stderr
     whole, halves = tmp_path / "whole", tmp_path / "halves"
 

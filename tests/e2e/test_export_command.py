@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,14 +12,12 @@ from transformers import AutoModelForCausalLM
 
 from rlpost.persist import export_checkpoint
 
-ENV = {"PYTHONPATH": f"{Path(__file__).parents[2] / 'src'}:{Path(__file__).parent}"}
-
 
 @pytest.fixture(scope="module")
 def run(tiny, tmp_path_factory):
     """Two steps of SDPO, saved after each, exported by its trainer."""
     out = tmp_path_factory.mktemp("export")
-    done = run_python(["-m", "rlpost", *command(tiny, out, "sdpo", "trainer.save_every=1")], env=ENV)
+    done = run_python(["-m", "rlpost", *command(tiny, out, "sdpo", "trainer.save_every=1")])
     assert done.returncode == 0, done.stderr
     return out / "run"
 

@@ -1,14 +1,10 @@
 """A run whose reward collapses goes back to the best of its checkpoints, and stops when that did not help."""
 
-from pathlib import Path
-
 from launch import run_python
 from overrides import command
 from safetensors.torch import load_file
 
 from rlpost.observe.metrics import read_metrics
-
-ENV = {"PYTHONPATH": f"{Path(__file__).parents[2] / 'src'}:{Path(__file__).parent}"}
 
 
 def trained(directory, step):
@@ -25,7 +21,7 @@ def test_a_collapse_goes_back_to_the_best_checkpoint(tiny, tmp_path):
         *("guards.action=fallback", "guards.window=1", "guards.max_fallbacks=1"),
         *("algorithm.reward_weight=1", "teacher=ema", "train.updates_per_rollout=1"),
     ]
-    run = run_python(["-m", "rlpost", *command(tiny, tmp_path, "blend", *more)], env=ENV)
+    run = run_python(["-m", "rlpost", *command(tiny, tmp_path, "blend", *more)])
     assert run.returncode == 0, run.stderr
     directory = tmp_path / "run"
     assert "step 4: the reward fell to 0 over the last 1 steps" in run.stderr

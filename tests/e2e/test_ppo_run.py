@@ -1,7 +1,5 @@
 """PPO from the command line: in its first steps the critic learns alone."""
 
-from pathlib import Path
-
 import torch
 from launch import run_python
 from overrides import command
@@ -10,12 +8,10 @@ from safetensors.torch import load_file
 from rlpost.observe.metrics import read_metrics
 from rlpost.weights.checkpoint import CheckpointStore
 
-ENV = {"PYTHONPATH": f"{Path(__file__).parents[2] / 'src'}:{Path(__file__).parent}"}
-
 
 def test_the_critic_begins_alone(tiny, tmp_path):
     more = ["critic.alone_steps=1", "train.updates_per_rollout=2", "trainer.save_every=1"]
-    run = run_python(["-m", "rlpost", *command(tiny, tmp_path, "ppo", *more)], env=ENV)
+    run = run_python(["-m", "rlpost", *command(tiny, tmp_path, "ppo", *more)])
     assert run.returncode == 0, run.stderr
     first, second = (row for row in read_metrics(tmp_path / "run") if "critic/loss" in row)
     assert "train/loss" not in first and "train/loss" in second

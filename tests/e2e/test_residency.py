@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from launch import run_python, run_ranks
 from overrides import command
-from test_exact_resume import ENV, learned, manifest
+from test_exact_resume import learned, manifest
 
 PROGRAM = Path(__file__).with_name("moving_run.py")
 
@@ -25,7 +25,7 @@ def test_moving_changes_nothing(algorithm, ranks, dtype, tiny, tmp_path):
         "trainer.steps=2",
     )
     arguments = [str(PROGRAM), str(tmp_path), *overrides]
-    run = run_python(arguments, env=ENV) if ranks == 1 else run_ranks(arguments, ranks, env=ENV, timeout=300)
+    run = run_python(arguments) if ranks == 1 else run_ranks(arguments, ranks, timeout=300)
     assert run.returncode == 0, run.stderr
     assert ("the model's weights" in run.stdout) is (
         algorithm == "ppo"

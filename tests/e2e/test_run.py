@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from exports import distance_of_export
@@ -15,11 +14,9 @@ from overrides import command
 
 from rlpost.observe.metrics import read_metrics
 
-ENV = {"PYTHONPATH": f"{Path(__file__).parents[2] / 'src'}:{Path(__file__).parent}"}
-
 
 def rlpost(*arguments, **options):
-    return run_python(["-m", "rlpost", *arguments], env=ENV, **options)
+    return run_python(["-m", "rlpost", *arguments], **options)
 
 
 def learned(directory):
@@ -63,7 +60,7 @@ def test_the_export_scores_as_the_trainer_does(tiny, tmp_path):
 def test_a_failing_reward_on_one_rank_ends_all_with_one_message(tiny, tmp_path):
     more = ["reward._target_=toy_rewards.broken_on_rank_1", "reward.on_error=raise"]
     start = time.monotonic()
-    run = run_ranks(["-m", "rlpost", *command(tiny, tmp_path, "grpo", *more)], 2, env=ENV)
+    run = run_ranks(["-m", "rlpost", *command(tiny, tmp_path, "grpo", *more)], 2)
     assert run.returncode != 0
     assert time.monotonic() - start < 60
     before, _, summary = run.stderr.partition("FAILED\n")
@@ -77,7 +74,7 @@ def start(tiny, out, *more):
     """A long run in the background, past its first checkpoint."""
     arguments = command(tiny, out, "sdpo", "trainer.steps=100000", "trainer.save_every=2", *more)
     process = subprocess.Popen(
-        [sys.executable, "-m", "rlpost", *arguments], env=environment(**ENV), stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "rlpost", *arguments], env=environment(), stderr=subprocess.PIPE, text=True
     )
     for line in process.stderr:
         if line.startswith("step "):
