@@ -178,6 +178,41 @@ def test_a_frozen_weight_gets_no_gradient():
     assert hidden.grad is not None and weight.grad is None
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("chunk_tokens", [0, 7])
+def test_the_weights_gradient_added_to_a_sum(dtype, chunk_tokens):
+    hidden, weight, ids, _ = problem(dtype)
+    mask = (torch.arange(N) % 3 > 0).double()
+
+    def backward(**settings):
+        head = Head(hidden, weight, vocab_size=V, temperature=0.7, chunk_tokens=chunk_tokens, **settings)
+        out = head.logprobs(ids, entropy=True)
+        return grads(((out.logprobs_N + out.entropy_N) * mask).sum(), hidden, weight)
+
+    d_hidden, d_weight = backward()
+    total = torch.ones(PADDED, H, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    summed_hidden, nothing = backward(weight_grad_VH=total)
+    assert (
+        nothing is None and torch.equal(summed_hidden, d_hidden) and torch.equal(total[V:], torch.ones(PADDED - V, H))
+    )
+    scale = d_weight.abs().max().double()
+    torch.testing.assert_close((total - 1).double() / scale, d_weight.double() / scale, atol=TOLERANCE[dtype], rtol=0)
+
+
+def test_rows_without_upstream_gradient_may_run_too():
+    hidden, weight, ids, _ = problem()
+    mask = (torch.arange(N) % 3 > 0).double()
+    skipped, all_run = (
+        grads(
+            (Head(hidden, weight, vocab_size=V, skip_rows=skip).logprobs(ids).logprobs_N * mask).sum(), hidden, weight
+        )
+        for skip in (True, False)
+    )
+    assert torch.equal(all_run[0][mask == 0], torch.zeros(int((mask == 0).sum()), H))
+    for got, want in zip(all_run, skipped):
+        torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
+
+
 def test_gradcheck():
     hidden, weight, ids, extra = problem(n=3)
     teacher = HiddenTargets(*(x.detach().clone() for x in (hidden.flip(0), torch.zeros(3).double(), weight)), V)

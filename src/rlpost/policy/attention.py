@@ -8,7 +8,7 @@ rotation happens inside the attention module, so that Megatron's rope is switche
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +34,7 @@ class PackedSequences(PackedSeqParams):
     sin_TD: Tensor | None = None
     tokens: LocalTokens | None = None
     context_group: ProcessGroup | None = None  # the ranks that hold the other chunks of the sequences
+    masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # those that the layers share
 
     @classmethod
     def of(
@@ -50,6 +51,13 @@ class PackedSequences(PackedSeqParams):
             tokens=tokens,
             context_group=context_group,
         )
+
+    def mask(self, Q: int, K: int, like: Tensor) -> Tensor:
+        """[Q, K] to add to the scores: a later part of a sequence sees all keys before it, so the diagonal ends in the
+        last corner."""
+        if (Q, K) not in self.masks:
+            self.masks[Q, K] = like.new_full((Q, K), -torch.inf).triu(K - Q + 1)
+        return self.masks[Q, K]
 
 
 def _ends(lengths: list[int], device: torch.device) -> Tensor:
@@ -134,8 +142,7 @@ class PackedAttention(nn.Module):
         outputs = []
         for qkv in zip(query.split(queries), key.split(keys), value.split(keys)):
             Q, K = len(qkv[0]), len(qkv[1])
-            # A later chunk of a sequence sees all keys before it: the diagonal ends in the last corner.
-            mask_QK = None if Q == K else torch.ones(Q, K, dtype=torch.bool, device=query.device).tril(K - Q)
+            mask_QK = None if Q == K else packed.mask(Q, K, query)
             heads_first = (x.transpose(0, 1).unsqueeze(0) for x in qkv)
             outputs.append(
                 F.scaled_dot_product_attention(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlpost.policy.tiles import Projection, fused, row_selector, statistics, stream_backward, tile_elements
+from rlpost.policy.tiles import Projection, fused, statistics, stream_backward, take, tile_elements, touched_rows
 
 if TYPE_CHECKING:
     from rlpost.types import MicroBatch
@@ -58,6 +58,7 @@ class Head(Projection):
             vocab_size=self.vocab_size,
             tp_group=self.tp_group,
             chunk_tokens=self.chunk_tokens,
+            skip_rows=self.skip_rows,
         )
 
     def logprobs(
@@ -68,7 +69,7 @@ class Head(Projection):
         if not 0 <= top_k <= self.vocab_size:
             raise ValueError(f"top_k={top_k}: must be 0 … {self.vocab_size}, the vocabulary")
         ids_NM = ids_N[:, None] if extra_ids_NK is None else torch.cat([ids_N[:, None], extra_ids_NK], dim=1)
-        if ids_NM.numel():
+        if ids_NM.numel() and not ids_NM.is_cuda:  # a GPU's earlier work would be waited for
             low, high = (int(x) for x in ids_NM.aminmax())
             if low < 0 or high >= self.vocab_size:
                 raise ValueError(f"token ids {low} … {high}: must lie in 0 … {self.vocab_size - 1}, the vocabulary")
@@ -193,13 +194,13 @@ class _LogProbs(torch.autograd.Function):
         touched_N = (g != 0).any(dim=1)
         if g_entropy_N is not None:
             touched_N |= g_entropy_N != 0
-        live = row_selector(touched_N)
-        ids, g, lse = live(ids), live(g), live(lse_N)
+        touched = touched_rows(head, touched_N)
+        ids, g, lse = (take(x, touched) for x in (ids, g, lse_N))
         slope = g.sum(dim=1)
         curve = None
         if g_entropy_N is not None:
-            curve = live(g_entropy_N)
-            slope = slope + curve * (live(entropy_N) - lse)
+            curve = take(g_entropy_N, touched)
+            slope = slope + curve * (take(entropy_N, touched) - lse)
 
         def logit_grad(z: Tensor, rows: slice, first: int) -> Tensor:
             column, here = head.local(ids[rows], first, z.shape[1])
@@ -209,7 +210,7 @@ class _LogProbs(torch.autograd.Function):
                 dz = _curve_grad(z, lse[rows], slope[rows], curve[rows])
             return dz.scatter_add_(1, column, g[rows].masked_fill(~here, 0.0))
 
-        grads = stream_backward(head, hidden_NH, touched_N, logit_grad, ctx.needs_input_grad)
+        grads = stream_backward(head, hidden_NH, touched, logit_grad, ctx.needs_input_grad)
         return *grads, None, None, None, None
 
 
@@ -263,9 +264,9 @@ class _Divergence(torch.autograd.Function):
     def backward(ctx, g_N, _kl):
         hidden_NH, _, lse_N, mean_f_N = ctx.saved_tensors
         head, teacher, alpha = ctx.head, ctx.teacher, ctx.alpha
-        live = row_selector(g_N != 0)
-        g, lse, mean_f, teacher_lse = live(g_N), live(lse_N), live(mean_f_N), live(teacher.lse_N)
-        teacher_tiles = teacher.projection(head.chunk_tokens).tiles(live(teacher.hidden_NH))
+        touched = touched_rows(head, g_N != 0)
+        g, lse, mean_f, teacher_lse = (take(x, touched) for x in (g_N, lse_N, mean_f_N, teacher.lse_N))
+        teacher_tiles = teacher.projection(head.chunk_tokens).tiles(take(teacher.hidden_NH, touched))
 
         def logit_grad(z: Tensor, rows: slice, first: int) -> Tensor:
             log_q = next(teacher_tiles)[2].sub_(teacher_lse[rows, None])
@@ -279,5 +280,5 @@ class _Divergence(torch.autograd.Function):
                 f.mul_(1 - alpha)
             return f.sub_(mean_f[rows, None]).mul_(s).mul_(g[rows, None])
 
-        grads = stream_backward(head, hidden_NH, g_N != 0, logit_grad, ctx.needs_input_grad)
+        grads = stream_backward(head, hidden_NH, touched, logit_grad, ctx.needs_input_grad)
         return *grads, None, None, None, None

@@ -26,7 +26,7 @@ from rlpost.policy.cpu import megatron_device
 from rlpost.policy.hf_config import DTYPES, make_map, read_config
 from rlpost.policy.logits import Head
 from rlpost.policy.overlap import finish_gathers, reduce_at_the_last_micro_batch
-from rlpost.policy.tokens import LocalTokens, filler, local_tokens
+from rlpost.policy.tokens import LocalTokens, every_token_counts, filler, local_tokens
 from rlpost.policy.value_head import ValueHead
 from rlpost.residents import Moved
 from rlpost.types import MicroBatch
@@ -60,7 +60,7 @@ class MegatronModel:
         self.mesh = ranks.Mesh.build(parallel)
         self.device, self.has_value_head = ranks.device(), value_head
         self._map = make_map(self.hf_config)
-        self._sequence_parallel = parallel.sequence
+        self._sequence_parallel, self._overlap = parallel.sequence, overlap
         with megatron_device():
             if seed is not None:
                 random_state = torch.get_rng_state()
@@ -96,6 +96,7 @@ class MegatronModel:
         def forward_step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             micro = next(iterator)
             tokens = local_tokens(micro, self.mesh.cp, multiple, longest)
+            tokens.all_count = every_token_counts(micro)
             if self._balance and not forward_only:
                 tokens.balance_BT = self._balance.sequences(tokens, micro, self._sequence_parallel)
             tokens = tokens.to(self.device)
@@ -153,13 +154,16 @@ class MegatronModel:
             return ValueHead(rows_NH, self._chunks[-1].module.value_head)
         if not self._sequence_parallel:
             rows_NH = copy_to_tensor_model_parallel_region(rows_NH, group=self.mesh.tp.group)
+        weight = self.head_weight()
         return Head(
             rows_NH,
-            self.head_weight(),
+            weight,
             temperature=self.temperature,
             vocab_size=self._map.vocab_size,
             tp_group=self.mesh.tp.group if self.mesh.tp.size > 1 else None,
             chunk_tokens=self.config.head_chunk_tokens,
+            skip_rows=rows_NH.device.type == "cpu" or not tokens.all_count,
+            weight_grad_VH=None if self._overlap else getattr(weight, "main_grad", None),
         )
 
     @torch.no_grad()

@@ -41,7 +41,12 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Projection:
-    """hidden · weightᵀ / temperature as a stream of tiles; knows the shard, the padding and the precision."""
+    """hidden · weightᵀ / temperature as a stream of tiles; knows the shard, the padding and the precision.
+
+    skip_rows: spend no matmul of the backward on rows without an upstream gradient; for that a GPU's earlier work is
+    waited for. weight_grad_VH: the sum that the backward adds the weight's gradient to, in fp32 at least, instead of
+    handing it to autograd.
+    """
 
     def __init__(
         self,
@@ -52,6 +57,8 @@ class Projection:
         vocab_size: int,
         tp_group: dist.ProcessGroup | None = None,
         chunk_tokens: int = 0,
+        skip_rows: bool = True,
+        weight_grad_VH: Tensor | None = None,
     ):
         if not temperature > 0:
             raise ValueError(f"temperature={temperature}: must be > 0 where log-probs are trained or scored")
@@ -68,6 +75,7 @@ class Projection:
             )
         self.hidden_NH, self.weight_VH, self.temperature = hidden_NH, weight_VH, temperature
         self.vocab_size, self.tp_group, self.chunk_tokens = vocab_size, tp_group, chunk_tokens
+        self.skip_rows, self.weight_grad_VH = skip_rows, weight_grad_VH
         self.start = rank * weight_VH.shape[0]  # global id of this shard's first row
         # Padded rows lie behind the vocabulary's end; no tile reaches them, so they never take probability.
         self.columns = min(max(vocab_size - self.start, 0), weight_VH.shape[0])
@@ -240,27 +248,28 @@ def _above(z_RC: Tensor, floor_R: Tensor) -> tuple[Tensor, Tensor]:
     return values, ids
 
 
-def row_selector(touched_N: Tensor) -> Callable[[Tensor], Tensor]:
-    """Keeps the rows with an upstream gradient: masked tokens cost no matmul and get exactly zero."""
-    if bool(touched_N.all()):
-        return lambda x: x
-    index = touched_N.nonzero()[:, 0]
-    return lambda x: x[index]
+def touched_rows(head: Projection, touched_N: Tensor) -> Tensor | None:
+    """Which rows have an upstream gradient, None for all of them: masked tokens cost no matmul and get exactly zero."""
+    return None if not head.skip_rows or bool(touched_N.all()) else touched_N.nonzero()[:, 0]
+
+
+def take(x_N: Tensor, rows: Tensor | None) -> Tensor:
+    return x_N if rows is None else x_N[rows]
 
 
 def stream_backward(
     head: Projection,
     hidden_NH: Tensor,
-    touched_N: Tensor,
+    touched: Tensor | None,
     logit_grad: Callable[[Tensor, slice, int], Tensor],
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None]:
     """(d hidden, d weight) from `logit_grad(logits_RC, rows, first column)`, over the touched rows alone."""
-    hidden = row_selector(touched_N)(hidden_NH)
+    hidden = take(hidden_NH, touched)
     factor_NH = hidden.to(head.weight_VH.dtype)
-    N = hidden.shape[0]
+    N, into = hidden.shape[0], head.weight_grad_VH
     d_hidden = torch.zeros_like(hidden, dtype=head.dtype) if needs[0] else None
-    d_weight = torch.empty_like(head.weight_VH) if needs[1] else None
+    d_weight = torch.empty_like(head.weight_VH) if needs[1] and into is None else None
     if d_weight is not None:
         d_weight[head.columns if N else 0 :] = 0
     block = d_weight
@@ -277,8 +286,10 @@ def stream_backward(
             head.add_product(block, dz.t(), factor_NH[rows], fresh=rows.start == 0)
             if head.low_precision and rows.stop == N:
                 d_weight[columns] = block
+        elif needs[1]:
+            head.add_product(into[columns], dz.t(), factor_NH[rows], fresh=False)
     if d_hidden is not None:
         d_hidden = d_hidden.to(hidden_NH.dtype)
-        if len(hidden) < len(hidden_NH):
-            d_hidden = torch.zeros_like(hidden_NH).index_copy_(0, touched_N.nonzero()[:, 0], d_hidden)
+        if touched is not None:
+            d_hidden = torch.zeros_like(hidden_NH).index_copy_(0, touched, d_hidden)
     return d_hidden, d_weight

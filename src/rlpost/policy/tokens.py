@@ -36,6 +36,7 @@ class LocalTokens:
     predict_N: Tensor  # the same of the positions that predict response tokens
     rows_R: Tensor | None  # the response tokens (of N) whose loss this rank takes; None: all
     balance_BT: Tensor | None = None  # with a loss on the router: see policy/balance.py
+    all_count: bool = False  # no response token is known to bring no gradient
 
     @property
     def predict_R(self) -> Tensor:
@@ -49,6 +50,12 @@ class LocalTokens:
         names = [name for name, v in vars(self).items() if isinstance(v, Tensor) and name != "place_M"]
         moved = {name: to_device(getattr(self, name), device) for name in names}
         return replace(self, **moved)
+
+
+def every_token_counts(micro: MicroBatch) -> bool:
+    """Whether nothing says of a response token that it brings no gradient; its loss may yet bring none."""
+    names = ("weights", "loss_mask", "distill_mask", "advantages")
+    return all(bool((micro.fields[name] != 0).all()) for name in names if name in micro.fields)
 
 
 def filler() -> MicroBatch:
