@@ -109,7 +109,7 @@ class Agreement:
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
         work.wait()
-        if self.watch.answered and (error := self.watch.ended()):
+        if error := self.watch.ended():
             self.watch.raised.set()
             raise error
         if flags[1] != -flags[2]:

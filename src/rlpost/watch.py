@@ -120,11 +120,15 @@ class Watch:
         return PhaseError.decode(self.store.get(ERROR)) if self.store.check([ERROR]) else None
 
     def ended(self) -> PhaseError | None:
-        """The failure, also where it is still being put together: what hung may go on meanwhile, the run does not."""
+        """The failure, also where it is still being put together: what hung may go on meanwhile, the run does not. A
+        rank that was stopped has not heard of it yet, but its clock went on."""
         until = time.monotonic() + ANSWER_S + GRACE_S
-        while (error := self.posted()) is None and self.answered and time.monotonic() < until:
+        over = self._work is not None and self._work.left_s < 0
+        while (self.answered or over) and self.store.check([HANG]) and time.monotonic() < until:
+            if error := self.posted():
+                return error
             time.sleep(0.02)
-        return error
+        return None
 
     def lost(self) -> Peer | None:
         """A rank of this machine whose process ended without saying goodbye."""

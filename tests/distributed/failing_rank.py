@@ -5,6 +5,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from rlpost.failures import PhaseError, report
 from rlpost.launcher import leave
 from rlpost.phases import Agreement, PhaseMachine
 from rlpost.signals import StopOnSignal
+from rlpost.watch import Watch
 
 LIMIT_S = 2.0
 
@@ -30,6 +32,26 @@ def is_killed():
 
 def is_stopped():
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def is_stopped_again_late():
+    """Who wakes it for its stacks is slow to stop it again, and its watch-dog slow to look: it runs on meanwhile."""
+    is_stopped()
+
+
+def make_slow(watch: Watch) -> None:
+    look, kill = watch._look, os.kill
+
+    def slow_look() -> None:
+        time.sleep(0.5)
+        look()
+
+    def slow_kill(pid: int, number: int) -> None:
+        if number == signal.SIGSTOP and pid != os.getpid():
+            time.sleep(1)
+        kill(pid, number)
+
+    watch._look, os.kill = slow_look, slow_kill
 
 
 def waits():
@@ -54,6 +76,8 @@ def main(fault: str, where: str, directory: Path) -> None:
             dist.all_reduce(torch.ones(1))  # rank 1 never comes
 
     agreement = Agreement(directory, LIMIT_S)
+    if fault == "is_stopped_again_late":
+        make_slow(agreement.watch)
     machine = PhaseMachine([PhaseConfig("train")], {"train": train}, {}, agreement)
     try:
         with StopOnSignal(agreement):  # as the trainer: torchrun sends SIGTERM as soon as one rank is gone

@@ -18,6 +18,7 @@ CASES = {
     ("raises", "collective"): ("gradient buffer is on fire", None),
     ("is_killed", "collective"): (r"its process \d+ is gone: it was killed .* or crashed", None),
     ("is_stopped", "agreement"): (re.escape(f"{HANG}rank 1 does not respond; {WAIT}"), "in is_stopped"),
+    ("is_stopped_again_late", "agreement"): (re.escape(f"{HANG}rank 1 does not respond; {WAIT}"), "in is_stopped"),
     ("waits", "collective"): (
         re.escape(HANG) + r"rank 1 is at distributed/failing_rank.py:\d+ \(waits\); " + re.escape(WAIT),
         "in waits",

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from launch import run_python, run_ranks
 from tiny_tokenizer import tiny_tokenizer
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 pytestmark = [
     pytest.mark.slow,
@@ -34,9 +34,13 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 MODELS = {
     "llama, tied head": LlamaConfig(**SIZES, tie_word_embeddings=True, architectures=["LlamaForCausalLM"]),
     "qwen3": Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False, architectures=["Qwen3ForCausalLM"]),
+    "qwen3-moe": Qwen3MoeConfig(
+        **SIZES, **EXPERTS, head_dim=32, tie_word_embeddings=False, architectures=["Qwen3MoeForCausalLM"]
+    ),
 }
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlpost.rollout.engine import Request, SamplingParams
+from rlpost.rollout.engines.expected import disk_tensors
 from rlpost.rollout.engines.sglang import SGLangEngine
 from rlpost.weights.buckets import iter_buckets
 
@@ -45,7 +46,7 @@ def running_engine(path: str, **settings) -> Iterator[SGLangEngine]:
 
 def publish(engine: SGLangEngine, model: torch.nn.Module, version: int, bucket_bytes: int = 2**16) -> None:
     engine.pause()
-    for bucket in iter_buckets(model.named_parameters(), bucket_bytes, lambda name: torch.float32):
+    for bucket in iter_buckets(disk_tensors(model), bucket_bytes, lambda name: torch.float32):
         engine.load_bucket(bucket)
     engine.flush()
     engine.commit(version)

@@ -11,6 +11,7 @@ import torch
 from common import greedy, logprobs_of, publish, reference, running_engine
 
 from rlpost.rollout.engine import Bucket, EngineNotReady, Request, SamplingParams, TensorSpec
+from rlpost.rollout.engines.expected import disk_tensors
 from rlpost.weights.buckets import iter_buckets, tensor_digest
 
 PROMPTS = [[5, 9, 200, 31], [7] * 40, list(range(100, 120)), [5, 9, 200, 31]]
@@ -89,7 +90,7 @@ def check_refusals(engine, model) -> None:
         bucket = Bucket(torch.zeros(2**20, dtype=torch.uint8), [(wrong_name, wrong, 0)])
         assert wrong_name in refused(ValueError, engine.load_bucket, bucket)
     assert "have not arrived" in refused(EngineNotReady, engine.flush)
-    engine.load_bucket(next(iter_buckets(model.named_parameters(), 2**16, lambda name: torch.float32)))  # and given up
+    engine.load_bucket(next(iter_buckets(disk_tensors(model), 2**16, lambda name: torch.float32)))  # and given up
     refused(EngineNotReady, engine.commit, 9)
     assert engine.version == 2
 
@@ -105,7 +106,7 @@ def check_that_places_are_remembered(engine, model) -> None:
     publish(engine, model, 4)
     engine._begin_hook = begin_hook
     assert replayed and all(replayed), replayed
-    assert engine.digest() == {name: tensor_digest(p) for name, p in model.named_parameters()}
+    assert engine.digest() == {name: tensor_digest(p) for name, p in disk_tensors(model)}
 
 
 def check_abort(engine) -> float:
@@ -131,7 +132,7 @@ def main() -> None:
     began = time.monotonic()
     with running_engine(path) as engine:
         measured["start_s"] = time.monotonic() - began
-        assert set(engine.expected_tensors()) == {name for name, _ in first.named_parameters()}
+        assert set(engine.expected_tensors()) == {name for name, _ in disk_tensors(first)}
         assert "nothing was published" in refused(EngineNotReady, engine.generate, greedy(PROMPTS, 1))
 
         publish(engine, first, 1)
@@ -145,7 +146,7 @@ def main() -> None:
         publish(engine, second, 2, bucket_bytes=2**24)
         measured["publish_s"] = time.monotonic() - began
         measured["greedy after a publish"] = check_greedy(engine, second, 2)
-        assert engine.digest() == {name: tensor_digest(p) for name, p in second.named_parameters()}
+        assert engine.digest() == {name: tensor_digest(p) for name, p in disk_tensors(second)}
         check_refusals(engine, second)
         publish(engine, second, 3)
         check_that_places_are_remembered(engine, first)
