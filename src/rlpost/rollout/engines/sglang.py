@@ -81,7 +81,8 @@ class SGLangEngine(StatedEngine):
         self._process: EngineProcess | None = None
         self._host_memory = HostMemory()
         self._state = EngineState()
-        self._loading: tuple[Callable[[], Any], Bucket] | None = None  # what waits for it, and what must live till then
+        self._loading: Callable[[], Any] | None = None  # waits for the bucket that loads; on the leader
+        self._sent: Bucket | None = None  # what the engine may still read, on every rank
         self._proven = False  # that a publish reaches every parameter
         self._aborted = False
 
@@ -153,11 +154,13 @@ class SGLangEngine(StatedEngine):
             self._on_leader(self._hook, "poison")
         handles = [handle for _, handle in ranks]
         self._on_leader(self._load, bucket, None if None in handles else handles)
+        self._sent = bucket
         self._state.arrived.update(name for name, _, _ in bucket.entries)
 
     def flush(self) -> None:
         with self._state.flushing(self._specs.keys()):
             self._on_leader(self._flush)
+            self._sent = None
             if not self._proven:
                 self._prove()
         if torch.cuda.is_available():
@@ -181,7 +184,7 @@ class SGLangEngine(StatedEngine):
     def close(self) -> None:
         """End the engine's processes and no others. Only `start` can follow."""
         self._state.stop()
-        self._proven, self._loading = False, None
+        self._proven, self._loading, self._sent = False, None, None
         if self._process is not None:
             process, self._process = self._process, None
             process.close()
@@ -244,12 +247,11 @@ class SGLangEngine(StatedEngine):
             (name, spec.shape, str(spec.dtype).removeprefix("torch."), offset) for name, spec, offset in bucket.entries
         ]
         sent = {"file": self._host_memory.put(bucket.buffer)} if handles is None else {"handles": handles}
-        loaded = self._begin_hook("load", sent, entries=entries, first=not self._state.arrived)
-        self._loading = loaded, bucket
+        self._loading = self._begin_hook("load", sent, entries=entries, first=not self._state.arrived)
 
     def _finish_loading(self) -> None:
         if self._loading is not None:
-            (loaded, _), self._loading = self._loading, None
+            loaded, self._loading = self._loading, None
             loaded()
 
     def _flush(self) -> None:
