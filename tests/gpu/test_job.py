@@ -156,7 +156,7 @@ def test_a_killed_engine_ends_the_run_with_a_sentence(start):
 @pytest.mark.skipif(ON_CPU, reason="needs CUDA")
 def test_an_engine_in_fp32_is_refused_before_anything_is_loaded(start):
     job = start("model.dtype=fp32")
-    assert job.end(60)[0] == 1 and "set model.dtype=bf16, or engine.dtype=bf16" in job.text, job.text
+    assert job.end(60)[0] == 2 and "set model.dtype=bf16, or engine.dtype=bf16" in job.text, job.text
 
 
 def test_ctrl_c_saves_and_leaves_nothing(start):
