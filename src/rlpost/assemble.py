@@ -183,7 +183,7 @@ def assemble(
             overlap=config.train.overlap,
         )
     new_engine = partial(
-        build_engine, config.engine, config.model.path, dtype=engine_dtype(config), seed=seed + agreement.rank
+        build_engine, config.engine, config.model.path, dtype=DTYPES[config.engine_dtype], seed=seed + agreement.rank
     )
     engine = new_engine()
     publisher = Publisher(
@@ -256,12 +256,8 @@ def teacher_distance(rooms: Rooms) -> dict[str, float]:
     return {"ema/distance": (difference / student) ** 0.5}
 
 
-def engine_dtype(config: Config) -> torch.dtype:
-    return DTYPES[config.model.dtype if config.engine.dtype == "auto" else config.engine.dtype]
-
-
 def _coarser_dtype(config: Config) -> torch.dtype:
-    return min(engine_dtype(config), DTYPES[config.model.dtype], key=lambda dtype: dtype.itemsize)
+    return min(DTYPES[config.engine_dtype], DTYPES[config.model.dtype], key=lambda dtype: dtype.itemsize)
 
 
 def phases_of(config: Config) -> list[PhaseConfig]:

@@ -145,7 +145,7 @@ def make_plan(config: Config, ranks: int, device_bytes: int, device: str, *, mov
     from transformers import AutoTokenizer
 
     from rlpost.algorithms import build_algorithm
-    from rlpost.assemble import engine_dtype, phases_of
+    from rlpost.assemble import phases_of
     from rlpost.data.dataset import PromptDataset
     from rlpost.parallel import check_layout
     from rlpost.policy.hf_config import DTYPES, read_config
@@ -180,7 +180,7 @@ def make_plan(config: Config, ranks: int, device_bytes: int, device: str, *, mov
     if rollout:
         beside = {name for phase in phases_of(config) if phase.name == "publish" for name in phase.residents}
         free = device_bytes - sum(size for name, size in sizes.items() if name in beside)
-        sizes |= _engine_bytes(config, hf, whole, engine_dtype(config).itemsize, max(lengths), data, free)
+        sizes |= _engine_bytes(config, hf, whole, DTYPES[config.engine_dtype].itemsize, max(lengths), data, free)
         sizes["teacher.engine"] = sizes["engine.weights"] + sizes["engine.kv_cache"]  # where a phase names it
     micro = config.train.max_tokens_per_micro_batch
     activations = activation_bytes(hf, layout, micro, itemsize, config.train.recompute)

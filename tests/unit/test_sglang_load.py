@@ -58,11 +58,15 @@ def load(loader: BucketLoader, tensors: dict[str, Tensor], size: int = 2**16) ->
     return [loader.load(bucket) for bucket in buckets(tensors, size)]
 
 
+def loaded(kind: type[Fused], tensors: dict[str, Tensor]) -> Fused:
+    """A model that has never seen others."""
+    model = kind()
+    load(BucketLoader(model), tensors)
+    return model
+
+
 def assert_equal_to_loading(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    fresh = type(model)()
-    for bucket in buckets(tensors):
-        BucketLoader(fresh).load(bucket)
-    for (name, got), want in zip(model.named_parameters(), fresh.parameters()):
+    for (name, got), want in zip(model.named_parameters(), loaded(type(model), tensors).parameters()):
         assert torch.equal(got, want), name
 
 
@@ -156,12 +160,6 @@ def test_a_model_that_does_more_than_copy_loads_by_itself_each_time(kind):
     for seed in range(3):
         assert not any(load(loader, weights(seed)))
         assert model.calls == seed + 1
+    fresh = loaded(kind, weights(2))
     for name in ("embed", "o", "norm"):
-        assert torch.equal(getattr(model, name), getattr(reloaded(kind, 2), name)), name
-
-
-def reloaded(kind: type[Fused], seed: int) -> Fused:
-    model = kind()
-    for bucket in buckets(weights(seed)):
-        BucketLoader(model).load(bucket)
-    return model
+        assert torch.equal(getattr(model, name), getattr(fresh, name)), name

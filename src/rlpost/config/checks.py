@@ -272,8 +272,7 @@ def _parallel_mistakes(config: Config, world: int) -> Iterator[str]:
         yield f"engine.tensor_parallel={gpus} does not divide the {world} ranks, of which each such group has an engine"
     if config.engine.name == "sglang" and gpus > 0 and heads and heads % gpus:
         yield f"engine.tensor_parallel={gpus} does not divide the model's {heads} attention heads, as SGLang needs"
-    dtype = config.model.dtype if config.engine.dtype == "auto" else config.engine.dtype
-    if config.engine.name == "sglang" and dtype == "fp32":
+    if config.engine.name == "sglang" and config.engine_dtype == "fp32":
         import torch
 
         if torch.cuda.is_available():

@@ -190,3 +190,7 @@ class Config:
     publish: PublishConfig = field(default_factory=PublishConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     guards: GuardsConfig = field(default_factory=GuardsConfig)
+
+    @property
+    def engine_dtype(self) -> str:
+        return self.model.dtype if self.engine.dtype == "auto" else self.engine.dtype

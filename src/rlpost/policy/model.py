@@ -96,7 +96,8 @@ class MegatronModel:
         def forward_step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             micro = next(iterator)
             tokens = local_tokens(micro, self.mesh.cp, multiple, longest)
-            tokens.all_count = every_token_counts(micro)
+            if not forward_only:
+                tokens.all_count = self.device.type == "cuda" and every_token_counts(micro)
             if self._balance and not forward_only:
                 tokens.balance_BT = self._balance.sequences(tokens, micro, self._sequence_parallel)
             tokens = tokens.to(self.device)
@@ -162,7 +163,7 @@ class MegatronModel:
             vocab_size=self._map.vocab_size,
             tp_group=self.mesh.tp.group if self.mesh.tp.size > 1 else None,
             chunk_tokens=self.config.head_chunk_tokens,
-            skip_rows=rows_NH.device.type == "cpu" or not tokens.all_count,
+            skip_rows=not tokens.all_count,
             weight_grad_VH=None if self._overlap else getattr(weight, "main_grad", None),
         )
 

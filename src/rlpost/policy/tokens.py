@@ -36,7 +36,7 @@ class LocalTokens:
     predict_N: Tensor  # the same of the positions that predict response tokens
     rows_R: Tensor | None  # the response tokens (of N) whose loss this rank takes; None: all
     balance_BT: Tensor | None = None  # with a loss on the router: see policy/balance.py
-    all_count: bool = False  # no response token is known to bring no gradient
+    all_count: bool = False  # on a GPU: no response token is known to bring no gradient
 
     @property
     def predict_R(self) -> Tensor:

@@ -36,7 +36,7 @@ def iter_buckets(
             yield _cut(bucket, used)
             bucket = None
         if bucket is None:
-            whole = max(bucket_bytes // ALIGNMENT, -(-size // ALIGNMENT)) * ALIGNMENT  # can be viewed in any dtype
+            whole = max(bucket_bytes - bucket_bytes % ALIGNMENT, _aligned(size))  # can be viewed in any dtype
             buffer = torch.empty(whole, dtype=torch.uint8, device=tensor.device)
             bucket, used = Bucket(buffer), 0
         waiting[0].append(_view(bucket.buffer, spec, used))
@@ -44,10 +44,14 @@ def iter_buckets(
         if len(waiting[0]) == TOGETHER:
             _copy(*waiting)
         bucket.entries.append((name, spec, used))
-        used += -(-size // ALIGNMENT) * ALIGNMENT
+        used += _aligned(size)
     if bucket is not None:
         _copy(*waiting)
         yield _cut(bucket, used)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _copy(views: list[Tensor], tensors: list[Tensor]) -> None:
