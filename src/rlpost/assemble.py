@@ -257,7 +257,7 @@ def teacher_distance(rooms: Rooms) -> dict[str, float]:
 
 
 def _coarser_dtype(config: Config) -> torch.dtype:
-    return min(DTYPES[config.engine_dtype], DTYPES[config.model.dtype], key=lambda dtype: dtype.itemsize)
+    return max(DTYPES[config.engine_dtype], DTYPES[config.model.dtype], key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def phases_of(config: Config) -> list[PhaseConfig]:

@@ -11,13 +11,12 @@ import os
 import shutil
 import signal
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from killing import Run
+from killing import Run, alive
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlpost.observe.metrics import read_metrics
@@ -48,10 +47,11 @@ def given(tmp_path_factory) -> Path:
 
 
 class Job(Run):
-    """A run of `python -m rlpost`, and every process that it starts, known by a word in their environment."""
+    """A run of `python -m rlpost`, and every process that it starts, known by their sessions: one that loses its parent
+    keeps its session, while the titles that SGLang gives its processes overwrite command line and environment."""
 
     def __init__(self, given: Path, runs: Path, *overrides: str, ranks: int = 0):
-        self.word, self.directory = uuid.uuid4().hex, runs / "run"
+        self.directory = runs / "run"
         settings = {
             "model.path": given / "model",
             "model.dtype": "fp32" if ON_CPU else "bf16",
@@ -76,20 +76,29 @@ class Job(Run):
             "tracker.tensorboard": "false",
         }
         arguments = [*(f"{name}={value}" for name, value in settings.items()), *overrides]
-        super().__init__(arguments, ranks, env={"RLPOST_TEST": self.word})
+        super().__init__(arguments, ranks)
+        self.sessions = {self.process.pid}
 
     def wait_for_steps(self, steps: int) -> None:
         assert self.wait_for(r"^step +\d+/", START_S, times=steps), self.text
+        self.pids()
+        engines = [command for command in self.processes().values() if "scheduler" in command]
+        assert engines, f"no engine among {self.processes()}"  # or nothing is shown where none is left
+
+    def pids(self) -> list[int]:
+        ranks = super().pids()
+        self.sessions |= {os.getsid(pid) for pid in self._pids if alive(pid)}
+        return ranks
 
     def processes(self) -> dict[int, str]:
         """Those that are left, by their command lines."""
         found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
+        for pid in (int(folder.name) for folder in Path("/proc").glob("[0-9]*")):
             try:
-                if self.word.encode() in (folder / "environ").read_bytes():
-                    found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+                if os.getsid(pid) in self.sessions and alive(pid):
+                    found[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
             except OSError:
-                continue  # another user's, or gone meanwhile
+                continue  # gone meanwhile
         return found
 
     def left(self, within_s: float = 2.0) -> dict[int, str]:
@@ -99,6 +108,8 @@ class Job(Run):
         return found
 
     def clean_up(self) -> None:
+        if self.process.poll() is None:
+            self.pids()
         for pid in self.processes():
             os.kill(pid, signal.SIGKILL)
 
@@ -131,6 +142,7 @@ ENGINE_TEACHER = ("teacher.backend=engine", "algorithm.mode=sampled", "algorithm
 )
 def test_a_run_publishes_agrees_and_leaves_nothing(start, overrides, ranks):
     job = start(f"trainer.steps={STEPS}", *overrides, ranks=ranks)
+    job.wait_for_steps(1)
     assert job.end(START_S)[0] == 0, job.text
     rows = [row for row in read_metrics(job.directory / "metrics.jsonl") if "train/loss" in row]
     versions = [row["publish/version"] for row in rows]
@@ -146,7 +158,6 @@ def test_a_killed_engine_ends_the_run_with_a_sentence(start):
     job = start("trainer.steps=500")
     job.wait_for_steps(2)
     schedulers = [pid for pid, command in job.processes().items() if "scheduler" in command]
-    assert schedulers, job.processes()
     os.kill(schedulers[0], signal.SIGKILL)
     assert job.end(NOTICED_S)[0] == 1
     assert "the SGLang engine died" in job.text and "failed in phase" in job.text

@@ -1,9 +1,12 @@
 """One prompt's log-probs from engine and trainer: equal after a publish, not with other weights."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny_models import make_policy, save_model
 
+import rlpost.rollout.canary
 from rlpost.rollout.canary import Canary, CanaryError
 from rlpost.rollout.engines.torch import TorchEngine
 from rlpost.weights.publish import Publisher
@@ -27,11 +30,11 @@ def canary(rooms, mode):
     return found
 
 
-def serve_others(rooms):
+def serve_others(rooms, scale=0.05):
     """The engine gets weights that the canary does not know of."""
     policy, _, publisher = rooms
     for tensor in policy.masters().values():
-        tensor.add_(0.05 * torch.randn(tensor.shape))
+        tensor.add_(scale * torch.randn(tensor.shape))
     policy.sync_from_masters()
     publisher.publish()
 
@@ -64,3 +67,34 @@ def test_how_often(rooms, monkeypatch):
             compared.append(len(asked))
             asked.clear()
         assert compared == due, mode
+
+
+@pytest.mark.parametrize(("dtype", "said"), [(torch.bfloat16, 1), (torch.float16, 0)])
+def test_much_rounding_in_bf16_is_said_once(rooms, dtype, said, monkeypatch, caplog):
+    policy, engine, publisher = rooms
+    torch.manual_seed(0)
+    monkeypatch.setattr(rlpost.rollout.canary, "NOTABLE", 1e-4)
+    found = Canary(policy, engine, [5, 9, 2, 31, 7, 7, 40, 3], "always", dtype)
+    for _ in range(2):
+        publisher.publish()
+        found.published()
+        serve_others(rooms, scale=0.001)
+        found.check()
+        assert 1e-4 < found.metrics()["rollout/canary"] < 0.1
+    assert caplog.text.count("model.dtype=fp16 rounds eight times finer") == said
+
+
+@pytest.mark.parametrize(("dtype", "advice"), [(torch.bfloat16, "publish.verify=always"), (torch.float16, "65504")])
+def test_what_overflows_in_fp16_is_told_so(rooms, dtype, advice, monkeypatch):
+    policy, engine, publisher = rooms
+    found = Canary(policy, engine, [5, 9, 2, 31], "first", dtype)
+    publisher.publish()
+    found.published()
+    score = engine.score
+
+    def overflown(*given):
+        return [replace(one, logprobs=one.logprobs * torch.nan) for one in score(*given)]
+
+    monkeypatch.setattr(engine, "score", overflown)
+    with pytest.raises(CanaryError, match=f"is nan, more than .*{advice}"):
+        found.check()

@@ -6,6 +6,7 @@ import pytest
 import yaml
 from tiny_tokenizer import tiny_tokenizer
 
+import rlpost.feedback.base
 from rlpost.config.schema import Config, DataConfig
 from rlpost.data.dataset import PromptDataset
 from rlpost.data.reading import BadRows, read_rows
@@ -125,6 +126,21 @@ def test_siblings_are_of_the_same_group_whatever_the_order():
             assert s.distill_mask == 0.0
         else:
             assert f"r{s.group_id}1" in user_text(s)
+
+
+def test_what_siblings_share_is_rendered_once_and_is_each_ones_own(monkeypatch):
+    texts = []
+
+    def counting(tokenizer, messages, **kwargs):
+        texts.append(messages[-1]["content"])
+        return render(tokenizer, messages, **kwargs)
+
+    monkeypatch.setattr(rlpost.feedback.base, "render", counting)
+    samples = [sample(i, 0.0, f"so {i}", "too high" if i < 3 else "too low", group=g) for g in (1, 2) for i in range(4)]
+    teach(sdpo(), samples)
+    assert len(texts) == 4 and texts[:2] == texts[2:]
+    samples[0].teacher_prompt_ids.append(0)
+    assert samples[0].teacher_prompt_ids[:-1] == samples[1].teacher_prompt_ids != samples[3].teacher_prompt_ids
 
 
 def test_the_threshold_decides_what_a_success_is():

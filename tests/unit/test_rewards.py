@@ -257,6 +257,25 @@ def test_a_reward_that_hangs_is_left_behind_and_the_others_score():
         Judge(async_hang, timeout=0.1, on_error="raise").score(samples[:1])
 
 
+def test_a_few_threads_serve_all_calls_and_one_that_hangs_is_replaced():
+    threads, release = set(), threading.Event()
+
+    def reward(sample):
+        threads.add(threading.current_thread())
+        if sample.response == "hang":
+            release.wait()
+        return 1.0
+
+    samples = group_of("hang", *["fine"] * 200)
+    assert Judge(reward, timeout=0.2, workers=1).score(samples)["reward/timeouts"] == 1.0
+    assert [s.reward for s in samples] == [0.0] + [1.0] * 200
+    assert len(threads) == 2
+    release.set()
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
 def test_the_process_ends_though_a_reward_still_hangs():
     code = (
         "import threading\n"

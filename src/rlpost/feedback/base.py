@@ -35,6 +35,7 @@ class EnvironmentFeedback:
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self.seed = 0
         self.chat_template_kwargs: dict[str, Any] = {}
+        self._rendered: dict[str, list[int]] = {}  # one group's: siblings often give their teacher the same to read
 
     def bind(
         self, tokenizer: PreTrainedTokenizerBase, seed: int = 0, chat_template_kwargs: Mapping[str, Any] | None = None
@@ -60,6 +61,7 @@ class EnvironmentFeedback:
         The samples may be of many groups, in any order, but all of a group must be there.
         """
         for group in groups(samples):
+            self._rendered.clear()
             self.group_prompts(group)
 
     def group_prompts(self, group: Sequence[Sample]) -> None:
@@ -91,7 +93,10 @@ class EnvironmentFeedback:
         return {"route": route, "success": success, **defaults, **info}
 
     def _render(self, messages: Sequence[Message]) -> list[int]:
-        return render(self._tokenizer(), messages, **self.chat_template_kwargs)
+        key = repr(messages)
+        if key not in self._rendered:
+            self._rendered[key] = render(self._tokenizer(), messages, **self.chat_template_kwargs)
+        return list(self._rendered[key])
 
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:

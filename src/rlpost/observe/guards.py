@@ -56,9 +56,10 @@ class Guards:
         if skipped and not train.skip_nonfinite:
             raise RuntimeError("the gradient is not finite (train.skip_nonfinite=false)")
         if in_a_row > train.max_skipped:
+            fp16 = "; fp16 holds no activation above 65504, bf16 does" if f"{prefix}/loss_scale" in metrics else ""
             raise RuntimeError(
                 f"{in_a_row} optimizer steps in a row had gradients that are not finite "
-                f"(train.max_skipped={train.max_skipped}): lower {optimizer}.lr, or look at the rollouts"
+                f"(train.max_skipped={train.max_skipped}): lower {optimizer}.lr, or look at the rollouts{fp16}"
             )
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:

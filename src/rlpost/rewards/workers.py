@@ -35,25 +35,44 @@ def run_all(calls: Sequence[Callable[[], Any]], timeout: float, workers: int) ->
     calls belong in `processes.ProcessPool`.
     """
     results: list[Any] = [None] * len(calls)
+    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-    deadlines: dict[int, float] = {}
-    started = 0
+    begun: dict[int, float] = {}  # those that run
+    late: set[int] = set()
+    for number in range(len(calls)):
+        waiting.put(number)
 
-    def work(number: int) -> None:
-        done.put((number, answer(calls[number])))
+    def work() -> None:
+        number = None
+        while number not in late:  # who was late has been replaced
+            try:
+                number = waiting.get_nowait()
+            except queue.Empty:
+                return
+            begun[number] = time.monotonic()
+            done.put((number, answer(calls[number])))
 
-    while started < len(calls) or deadlines:
-        while started < len(calls) and len(deadlines) < workers:
-            deadlines[started] = time.monotonic() + timeout
-            threading.Thread(target=work, args=(started,), daemon=True, name=f"reward-{started}").start()
-            started += 1
+    def start_worker() -> None:
+        threading.Thread(target=work, daemon=True, name="reward").start()
+
+    for _ in range(min(workers, len(calls))):
+        start_worker()
+    left = len(calls)
+    while left:
+        # Who begins while this waits is late after it: the first to be looked at is known.
+        first = min(list(begun.values()), default=time.monotonic())
         try:
-            number, result = done.get(timeout=max(0.0, min(deadlines.values()) - time.monotonic()))
-            if deadlines.pop(number, None) is not None:
+            number, result = done.get(timeout=max(0.0, first + timeout - time.monotonic()))
+            if number not in late:
+                del begun[number]
                 results[number] = result
+                left -= 1
         except queue.Empty:
             now = time.monotonic()
-            for number in [n for n, deadline in deadlines.items() if deadline <= now]:
-                del deadlines[number]
+            for number in [n for n, since in list(begun.items()) if since + timeout <= now]:
+                late.add(number)
+                del begun[number]
                 results[number] = TimeoutError(f"no result within {timeout:g} s")
+                left -= 1
+                start_worker()
     return results
