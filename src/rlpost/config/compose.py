@@ -11,7 +11,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -148,8 +148,16 @@ def field_names(prefix: str = "", node: Any = Config) -> list[str]:
 def _explain(error: Exception, overrides: Sequence[str]) -> str:
     text = str(error).strip()
     cause = str(error.__cause__ or "").strip()
-    if match := re.search(r"Could not override '([^']+)'", text):
-        key = match.group(1)
+    if isinstance(error, OverrideParseException):
+        name, equals, value = error.override.partition("=")
+        if not equals or not re.fullmatch(r"[+~]*\w[\w./@]*", name):
+            return f"{error.override!r} is no override: write group.key=value, without dashes or blanks before the ="
+        return f"{error.override} cannot be read: a value with such signs stands in quotes, as in '{name}=\"{value}\"'"
+    if match := re.search(r"Ambiguous value for argument '([^']+)'", text):
+        key, _, value = match.group(1).partition("=")
+        return f"{key}={value} is several values: a list is '{key}=[{value}]', one text '{key}=\"{value}\"'"
+    if match := re.search(r"(?:Could not override '|Error merging override )([^'=]+)", text):
+        key = match.group(1).lstrip("+")
         if "is not in struct" in text + cause or "not in" in cause:
             return _unknown("field", key, field_names())
         value = next((o.split("=", 1)[1] for o in overrides if o.lstrip("+").startswith(f"{key}=")), "?")
@@ -169,5 +177,5 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
 def _unknown(kind: str, name: str, allowed: Sequence[str]) -> str:
     hint = did_you_mean(name, list(allowed))
     group = [a for a in allowed if "." in name and a.startswith(name.rsplit(".", 1)[0] + ".")]
-    listed = group or [a for a in allowed if "." not in a] or allowed
+    listed = group or dict.fromkeys(a.split(".")[0] for a in allowed)
     return f"There is no {kind} {name!r}.{hint} There are: {', '.join(listed)}"
