@@ -149,7 +149,7 @@ def assemble(
     algorithm = build_algorithm(objects.get("algorithm", config.algorithm))
     responses = "rollout" not in algorithm.needs
     dataset = PromptDataset(config.data, tokenizer, objects.get("data"), seed, responses=responses)
-    eval_sets = _eval_sets(config, tokenizer, eval_data)
+    eval_sets = _eval_sets(config, tokenizer, eval_data, responses)
     feedback = None
     if (chosen := objects.get("feedback", config.feedback)) is not None:
         feedback = build_feedback(chosen)
@@ -309,12 +309,14 @@ def _residents(
     return found
 
 
-def _eval_sets(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Mapping[str, Any]) -> list[EvalSet]:
+def _eval_sets(
+    config: Config, tokenizer: PreTrainedTokenizerBase, rows: Mapping[str, Any], responses: bool
+) -> list[EvalSet]:
     sets = []
     for name, given in {**config.data.eval, **rows}.items():
         spec = dict(given) if isinstance(given, Mapping) else {}
         rows = spec["path"] if isinstance(given, Mapping) else given
-        prompts = PromptDataset(config.data, tokenizer, rows).prompts
+        prompts = PromptDataset(config.data, tokenizer, rows, responses="ask" if responses else False).prompts
         rollout = config.rollout
         params = SamplingParams(
             max_tokens=spec.get("max_response_tokens", rollout.max_response_tokens),

@@ -217,6 +217,22 @@ def test_rows_to_learn_from():
         dataset([{"prompt": "a"}], responses=True)
 
 
+def test_rows_to_learn_from_are_evaluated_without_what_is_to_be_said():
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    values = [
+        {"prompt": [*chat, {"role": "assistant", "content": "d"}]},
+        {"prompt": chat},
+        {"prompt": "a", "response": "b"},
+    ]
+    data = dataset(values, responses="ask")
+    assert [p.messages for p in data.prompts] == [chat, chat, chat[:1]]
+    assert [p.ids for p in data.prompts] == [
+        p.ids for p in dataset([{"prompt": chat}, {"prompt": chat}, values[2]]).prompts
+    ]
+    with pytest.raises(DataError, match="nothing to generate"):
+        dataset([{"prompt": [chat[1]]}], responses="ask")
+
+
 @pytest.mark.parametrize("field", ["last_batch", "on_bad_row", "on_long_prompt"])
 def test_wrong_options_name_what_is_allowed(field):
     with pytest.raises(ValueError, match=f"data.{field}=maybe is not allowed; allowed are"):

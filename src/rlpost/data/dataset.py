@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -29,7 +29,8 @@ class PromptDataset:
     """Prompts in a seeded order that does not depend on the number of ranks.
 
     rows: what `read_rows` takes, `cfg.train` by default. responses: rows are whole conversations to learn from (SFT):
-    chat messages that end with the assistant, or a prompt with a `response` column (or a text answer).
+    chat messages that end with the assistant, or a prompt with a `response` column (or a text answer). "ask": a turn of
+    the assistant at their end is left out, for the model to say (evaluation during SFT).
     `counts` says how many rows were read, kept and left out, by reason.
     """
 
@@ -40,7 +41,7 @@ class PromptDataset:
         rows: str | Path | Sequence[str | Path | Mapping[str, Any]] | None = None,
         seed: int = 0,
         *,
-        responses: bool = False,
+        responses: bool | Literal["ask"] = False,
     ):
         if cfg.last_batch not in ("wrap", "drop", "keep"):
             raise ValueError(f"data.last_batch={cfg.last_batch} is not allowed; allowed are wrap, drop, keep")
@@ -109,7 +110,11 @@ class PromptDataset:
 
 
 def _prompts(
-    cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], bad: BadRows, responses: bool
+    cfg: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Row],
+    bad: BadRows,
+    responses: bool | Literal["ask"],
 ) -> list[Prompt]:
     _require_columns(cfg, rows)
     transform = import_object(cfg.transform) if isinstance(cfg.transform, str) else cfg.transform
@@ -119,7 +124,7 @@ def _prompts(
             kept.append((number, row, _messages(cfg, row, transform, responses)))
         except DataError as error:
             bad.report(row.where, str(error))
-    if responses:
+    if responses is True:
         rendered = [conversation(tokenizer, messages, **cfg.chat_template_kwargs)[0] for _, _, messages in kept]
     else:
         rendered = render_batch(tokenizer, [messages for *_, messages in kept], **cfg.chat_template_kwargs)
@@ -144,7 +149,10 @@ def _require_columns(cfg: DataConfig, rows: Sequence[Row]) -> None:
 
 
 def _messages(
-    cfg: DataConfig, row: Row, transform: Callable[[Any, dict[str, Any]], Any] | None, responses: bool
+    cfg: DataConfig,
+    row: Row,
+    transform: Callable[[Any, dict[str, Any]], Any] | None,
+    responses: bool | Literal["ask"],
 ) -> list[Message]:
     prompt = row.values.get(cfg.prompt_key)
     if transform is not None:
@@ -161,8 +169,10 @@ def _messages(
         if messages[0]["role"] == "system":
             raise DataError(f"two system messages: one in {cfg.prompt_key!r}, one in {cfg.system_key!r}")
         messages.insert(0, {"role": "system", "content": system})
-    if responses:
+    if responses is True:
         return _with_response(cfg, row, messages)
+    if responses == "ask" and len(messages) > 1 and messages[-1]["role"] == "assistant":
+        messages.pop()
     if messages[-1]["role"] == "assistant":
         raise DataError("the prompt ends with an assistant turn: there is nothing to generate")
     return messages
