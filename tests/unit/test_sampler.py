@@ -1,17 +1,13 @@
 """Samples from prompts: shares, seeds, masks; and the distribution that tokens are drawn from."""
 
-import random
-
 import pytest
 import torch
 from tiny_tokenizer import tiny_tokenizer
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
 
 from rlpost.config.schema import RolloutConfig
 from rlpost.rollout.engine import Completion, SamplingParams
 from rlpost.rollout.engines.sampling import SamplingTable, sample_tokens
-from rlpost.rollout.sampler import Sampler, decode_all, group_id, rollout_metrics, sample_seed
+from rlpost.rollout.sampler import Sampler, group_id, rollout_metrics, sample_seed
 from rlpost.types import Prompt
 
 PROMPTS = [Prompt(id=i % 4, messages=[], ids=[i + 1, 2]) for i in range(5)]  # row 0 is drawn twice
@@ -171,29 +167,3 @@ def test_impossible_tokens_are_never_drawn():
     table = SamplingTable.of([SamplingParams(1)], 10, torch.device("cpu"))
     ids, _ = sample_tokens(logits, torch.tensor([0.0, 1 - 2**-24]), table, torch.zeros(2).long())
     assert ids.tolist() == [4, 4]
-
-
-def wordpiece_tokenizer(**options):
-    words = ["[UNK]", "[SEP]", "so", "it", "is", ",", ".", "##n", "'", "t", "do"]
-    backend = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
-    backend.decoder = decoders.WordPiece(cleanup=False)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="[SEP]", **options)
-
-
-@pytest.mark.parametrize(
-    "tokenizer",
-    [
-        tiny_tokenizer(),
-        wordpiece_tokenizer(clean_up_tokenization_spaces=False),
-        wordpiece_tokenizer(clean_up_tokenization_spaces=True),
-    ],
-    ids=["bytes", "words", "words, spaces cleaned up"],
-)
-def test_all_at_once_are_decoded_as_one_by_one(tokenizer):
-    generator = random.Random(0)
-    responses = [[generator.randrange(len(tokenizer)) for _ in range(n)] for n in (0, 1, 7, 30)]
-    responses.append([len(tokenizer) + 5])  # ids that the model has and the tokenizer lacks
-    one_by_one = [tokenizer.decode(ids, skip_special_tokens=True) for ids in responses]
-    assert decode_all(tokenizer, responses) == one_by_one
-    if tokenizer.clean_up_tokenization_spaces:  # the sentence shows that the case is one
-        assert decode_all(tokenizer, [[2, 5, 3, 6]]) == ["so, it."]

@@ -1,9 +1,12 @@
 import os
+import random
 
 import pytest
 from tiny_tokenizer import tiny_tokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
-from rlpost.data.templates import conversation, render, render_batch, sft_samples, without_special_tokens
+from rlpost.data.templates import conversation, decode_all, render, render_batch, sft_samples, without_special_tokens
 from rlpost.types import Prompt
 
 USER = [{"role": "user", "content": "What is 2+2?"}]
@@ -108,6 +111,32 @@ def test_sft_samples():
     assert [(s.group_id, s.index) for s in samples] == [(10, 0), (11, 0)]
     assert samples[0].ids == whole_ids(tokenizer, TALK)
     assert len(samples[0].loss_mask) == len(samples[0].response_ids)
+
+
+def wordpiece_tokenizer(**options):
+    words = ["[UNK]", "[SEP]", "so", "it", "is", ",", ".", "##n", "'", "t", "do"]
+    backend = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece(cleanup=False)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="[SEP]", **options)
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        tiny_tokenizer(),
+        wordpiece_tokenizer(clean_up_tokenization_spaces=False),
+        wordpiece_tokenizer(clean_up_tokenization_spaces=True),
+    ],
+    ids=["bytes", "words", "words, spaces cleaned up"],
+)
+def test_all_at_once_are_decoded_as_one_by_one(tokenizer):
+    generator = random.Random(0)
+    responses = [[generator.randrange(len(tokenizer)) for _ in range(n)] for n in (0, 1, 7, 30)]
+    responses.append([len(tokenizer) + 5])  # ids that the model has and the tokenizer lacks
+    one_by_one = [tokenizer.decode(ids, skip_special_tokens=True) for ids in responses]
+    assert decode_all(tokenizer, responses) == one_by_one
+    if tokenizer.clean_up_tokenization_spaces:  # the sentence shows that the case is one
+        assert decode_all(tokenizer, [[2, 5, 3, 6]]) == ["so, it."]
 
 
 def test_special_tokens_leave_a_text_even_when_removal_makes_new_ones():

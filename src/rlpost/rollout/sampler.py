@@ -8,9 +8,8 @@ from itertools import compress
 from statistics import fmean, pstdev
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
-
 from rlpost.config.schema import RolloutConfig
+from rlpost.data.templates import decode_all
 from rlpost.rollout.engine import Completion, Engine, Request, SamplingParams
 from rlpost.types import Prompt, Sample, groups
 
@@ -92,25 +91,6 @@ class Sampler:
             finish_reason=completion.finish_reason,
             version=completion.version,
         )
-
-
-def decode_all(tokenizer: Any, responses: Sequence[list[int]]) -> list[str]:
-    """Each as `tokenizer.decode(ids, skip_special_tokens=True)` has it; where that is no more than the Rust tokenizer's
-    decoding, all of them on all cores (one by one, 2 M tokens of a step take a second)."""
-    if _decodes_plainly(tokenizer):
-        return tokenizer.backend_tokenizer.decode_batch(responses, skip_special_tokens=True)
-    return [tokenizer.decode(ids, skip_special_tokens=True) for ids in responses]
-
-
-def _decodes_plainly(tokenizer: Any) -> bool:
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        return False
-    if type(tokenizer)._decode is not PreTrainedTokenizerFast._decode:
-        return False
-    # Transformers cleans spaces up, but not those of a BPE tokenizer, unless it is made to.
-    is_bpe = type(tokenizer.backend_tokenizer.model).__name__ == "BPE"
-    forced = tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output
-    return not tokenizer.clean_up_tokenization_spaces or (is_bpe and not forced)
 
 
 def group_id(step: int, position: int) -> int:

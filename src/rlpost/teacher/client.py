@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from rlpost.data.templates import decode_all
 from rlpost.teacher.config import TeacherConfig
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class ScoringClient:
         Raises TeacherServerError, ValueError for another model or tokenizer.
         """
         tokens = range(0, len(tokenizer), max(1, len(tokenizer) // 200))
-        text = PROBE + tokenizer.decode(list(tokens), skip_special_tokens=True)
+        text = PROBE + decode_all(tokenizer, [list(tokens)])[0]
         ids = tokenizer.encode(text, add_special_tokens=False)
         if self.config.check_tokenizer:
             theirs = self._tokenize(text)
