@@ -366,7 +366,11 @@ class Trainer:
     def _heed_guards(self) -> None:
         """Every rank has the same metrics, so all do the same."""
         action = self.config.guards.action
-        alarms = self.rooms.guards.check(self.last_metrics) if action != "off" else []
+        if action == "off":
+            return
+        if hint := self.rooms.guards.hint(self.last_metrics):
+            self.rooms.observer.say(f"step {self.step_number}: {hint}")
+        alarms = self.rooms.guards.check(self.last_metrics)
         for alarm in alarms:
             self.rooms.observer.say(f"step {self.step_number}: {alarm} (guards.action={action})")
         self._stopping |= bool(alarms) and action == "stop"

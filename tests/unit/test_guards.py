@@ -46,6 +46,27 @@ def test_a_resumed_run_goes_on_watching():
     assert feed(second, REWARD, values[4:]) == [0]
 
 
+def reward_of(mean, std, samples=8.0):
+    return {REWARD: mean, "rollout/reward/std": std, "rollout/samples": samples}
+
+
+def test_rewards_that_say_nothing_are_said_once():
+    guards = Guards(GuardsConfig())
+    flat, told = reward_of(0.0, 0.0), reward_of(0.1, 0.3)
+    assert [guards.hint(m) for m in [flat] * 4 + [told] + [flat] * 4] == [None] * 9
+    resumed = Guards(GuardsConfig())
+    resumed.load_state_dict(json.loads(json.dumps(guards.state_dict())))
+    for one in (guards, resumed):
+        assert "every sample of the last 5 steps had the reward 0:" in one.hint(flat)
+        assert [one.hint(m) for m in [flat] * 9 + [told] + [flat] * 9] == [None] * 19
+
+
+@pytest.mark.parametrize("metrics", [{}, reward_of(1.0, 0.0, samples=1.0), reward_of(0.5, 0.1)])
+def test_no_hint_where_there_is_nothing_to_compare(metrics):
+    guards = Guards(GuardsConfig())
+    assert [guards.hint(metrics) for _ in range(9)] == [None] * 9
+
+
 def test_the_best_evaluated_step_is_found_among_those_that_are_kept():
     guards = Guards(GuardsConfig(action="fallback"))
     assert guards.best([0, 2]) is None

@@ -12,6 +12,7 @@ from rlpost.policy.loss_scale import scale_is_settling
 
 REWARD, LENGTH, DISTANCE = "rollout/reward/mean", "rollout/response_tokens/mean", "ema/distance"
 ENTROPIES = ("policy/entropy", "sdpo/student_entropy")
+FLAT_STEPS = 5  # with one and the same reward for all samples, before it is said
 
 
 class Guards:
@@ -32,6 +33,7 @@ class Guards:
         self.scores: dict[int, float] = {}  # steps done → mean over the eval sets
         self.fallbacks = 0
         self.skipped_in_a_row = {"optim": 0, "critic": 0}  # steps whose gradient was not finite, by optimizer
+        self.flat_in_a_row = 0
 
     def check(self, metrics: Mapping[str, float]) -> list[str]:
         """One sentence for each alarm that begins with this step."""
@@ -46,6 +48,20 @@ class Guards:
         begun = [text for name, text in alarms.items() if name not in self.raised]
         self.raised = (self.raised - means.keys()) | alarms.keys()
         return begun
+
+    def hint(self, metrics: Mapping[str, float]) -> str | None:
+        """Said once, as soon as rewards have told nothing for some steps. No alarm: nothing collapsed, and feedback may
+        teach all the same."""
+        if self.flat_in_a_row == FLAT_STEPS:
+            return None
+        flat = metrics.get("rollout/reward/std") == 0 and metrics["rollout/samples"] > 1
+        self.flat_in_a_row = self.flat_in_a_row + 1 if flat else 0
+        if self.flat_in_a_row < FLAT_STEPS:
+            return None
+        return (
+            f"every sample of the last {FLAT_STEPS} steps had the reward {metrics[REWARD]:g}: rewards tell the model "
+            "nothing so far. Read some samples in rollouts/train: does it answer in the form that the reward looks for?"
+        )
 
     def gradient(self, optimizer: str, metrics: Mapping[str, float], prefix: str, train: TrainConfig) -> None:
         """An optimizer step's `<prefix>/skipped`: RuntimeError where a gradient that is not finite ends the run."""
@@ -108,6 +124,7 @@ class Guards:
             "scores": list(self.scores.items()),  # JSON has no numbers as keys
             "fallbacks": self.fallbacks,
             "skipped_in_a_row": self.skipped_in_a_row,
+            "flat_in_a_row": self.flat_in_a_row,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -116,3 +133,4 @@ class Guards:
         self.raised, self.fallbacks = set(state["raised"]), state["fallbacks"]
         self.scores = {step: score for step, score in state["scores"]}
         self.skipped_in_a_row = dict(state["skipped_in_a_row"])
+        self.flat_in_a_row = state.get("flat_in_a_row", 0)  # checkpoints before it existed lack it
