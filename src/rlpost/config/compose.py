@@ -156,11 +156,12 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
     if match := re.search(r"Ambiguous value for argument '([^']+)'", text):
         key, _, value = match.group(1).partition("=")
         return f"{key}={value} is several values: a list is '{key}=[{value}]', one text '{key}=\"{value}\"'"
-    if match := re.search(r"(?:Could not override '|Error merging override )([^'=]+)", text):
-        key = match.group(1).lstrip("+")
+    if match := re.search(r"(?:Could not override '|Error merging override )([^'=]+)(?:=(.*))?", text):
+        key, value = match.group(1).lstrip("+"), match.group(2)
         if "is not in struct" in text + cause or "not in" in cause:
             return _unknown("field", key, field_names())
-        value = next((o.split("=", 1)[1] for o in overrides if o.lstrip("+").startswith(f"{key}=")), "?")
+        if value is None:
+            value = next((o.split("=", 1)[1] for o in overrides if o.lstrip("+").startswith(f"{key}=")), "?")
         reason = (cause or text).splitlines()[0]
         return f"{key}={value} is not allowed: {reason}"
     if match := re.search(r"In '[^']*': Could not find '(\w+)/([^']+)'", text):
