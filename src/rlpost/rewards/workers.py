@@ -37,7 +37,7 @@ def run_all(calls: Sequence[Callable[[], Any]], timeout: float, workers: int) ->
     results: list[Any] = [None] * len(calls)
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-    begun: dict[int, float] = {}  # those that run
+    begun: dict[int, float] = {}  # those that run; workers write it, so it is copied before it is gone through
     late: set[int] = set()
     for number in range(len(calls)):
         waiting.put(number)
@@ -60,7 +60,7 @@ def run_all(calls: Sequence[Callable[[], Any]], timeout: float, workers: int) ->
     left = len(calls)
     while left:
         # Who begins while this waits is late after it: the first to be looked at is known.
-        first = min(list(begun.values()), default=time.monotonic())
+        first = min(begun.copy().values(), default=time.monotonic())
         try:
             number, result = done.get(timeout=max(0.0, first + timeout - time.monotonic()))
             if number not in late:
@@ -69,7 +69,7 @@ def run_all(calls: Sequence[Callable[[], Any]], timeout: float, workers: int) ->
                 left -= 1
         except queue.Empty:
             now = time.monotonic()
-            for number in [n for n, since in list(begun.items()) if since + timeout <= now]:
+            for number in [n for n, since in begun.copy().items() if since + timeout <= now]:
                 late.add(number)
                 del begun[number]
                 results[number] = TimeoutError(f"no result within {timeout:g} s")
