@@ -13,6 +13,7 @@ import faulthandler
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -40,7 +41,7 @@ log = logging.getLogger(__name__)
 GRACE_S = 3.0  # for a rank to meet a failure by itself, before its watch-dog ends it
 LOOK_S = 0.25  # between two looks
 ANSWER_S = 2.0  # for the other ranks to say where they are
-STACKS_S = 0.3  # for C code to write the stacks
+STACKS_S = 1.0  # at most, for C code to write the stacks
 BACKSTOP_S = 8.0  # after the limit: where no thread of Python runs any more, C code ends the process
 APART_S = 0.25  # between the ranks of a machine there, so that their stacks do not mix on the terminal
 ERROR, HANG = "error", "hang"
@@ -230,11 +231,8 @@ class Watch:
         with suppress(OSError):  # it may be gone meanwhile
             _signal_main_thread(peer.pid, signal.SIGUSR1)
             os.kill(peer.pid, signal.SIGCONT)
-            written, until = -1, time.monotonic() + STACKS_S
-            while (length := len(file.read_bytes())) != written or not length:
-                if time.monotonic() > until:
-                    break
-                written = length
+            until = time.monotonic() + STACKS_S
+            while _is_handling(peer.pid, signal.SIGUSR1) and time.monotonic() < until:
                 time.sleep(0.005)
             os.kill(peer.pid, signal.SIGSTOP)
             self._keep_stacks(peer.rank, file)
@@ -266,6 +264,13 @@ def _signal_main_thread(pid: int, number: int) -> None:
         os.kill(pid, number)
     elif to_thread(pid, pid, number):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _is_handling(pid: int, number: int) -> bool:
+    """Whether the main thread has still to take this signal, or runs its C handler, which blocks it meanwhile. OSError
+    where the process is gone."""
+    masks = re.findall(r"^(?:SigPnd|ShdPnd|SigBlk):\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
 
 
 def verdict(places: Mapping[int, tuple[bool, str]], silent: list[int]) -> tuple[int, str]:
