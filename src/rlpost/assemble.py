@@ -316,7 +316,7 @@ def _eval_sets(
     for name, given in {**config.data.eval, **rows}.items():
         spec = dict(given) if isinstance(given, Mapping) else {}
         rows = spec["path"] if isinstance(given, Mapping) else given
-        prompts = PromptDataset(config.data, tokenizer, rows, responses="ask" if responses else False).prompts
+        prompts = PromptDataset(config.data, tokenizer, rows, without_response=responses).prompts
         rollout = config.rollout
         params = SamplingParams(
             max_tokens=spec.get("max_response_tokens", rollout.max_response_tokens),

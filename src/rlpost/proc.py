@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -33,3 +34,10 @@ def group_is_alive(group: int) -> bool:
             if found.group == group and found.alive:
                 return True
     return False
+
+
+def is_handling(pid: int, number: int) -> bool:
+    """Whether the main thread has still to take this signal, or runs its C handler, which blocks it meanwhile. OSError
+    where the process is gone."""
+    masks = re.findall(r"^(?:SigPnd|ShdPnd|SigBlk):\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)

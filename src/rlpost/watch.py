@@ -13,7 +13,6 @@ import faulthandler
 import json
 import logging
 import os
-import re
 import signal
 import socket
 import sys
@@ -34,7 +33,7 @@ import torch.distributed as dist
 from rlpost.failures import PhaseError, report
 from rlpost.launcher import follow_launcher
 from rlpost.parallel import all_gather_objects
-from rlpost.proc import process
+from rlpost.proc import is_handling, process
 
 log = logging.getLogger(__name__)
 
@@ -232,7 +231,7 @@ class Watch:
             _signal_main_thread(peer.pid, signal.SIGUSR1)
             os.kill(peer.pid, signal.SIGCONT)
             until = time.monotonic() + STACKS_S
-            while _is_handling(peer.pid, signal.SIGUSR1) and time.monotonic() < until:
+            while is_handling(peer.pid, signal.SIGUSR1) and time.monotonic() < until:
                 time.sleep(0.005)
             os.kill(peer.pid, signal.SIGSTOP)
             self._keep_stacks(peer.rank, file)
@@ -264,13 +263,6 @@ def _signal_main_thread(pid: int, number: int) -> None:
         os.kill(pid, number)
     elif to_thread(pid, pid, number):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-def _is_handling(pid: int, number: int) -> bool:
-    """Whether the main thread has still to take this signal, or runs its C handler, which blocks it meanwhile. OSError
-    where the process is gone."""
-    masks = re.findall(r"^(?:SigPnd|ShdPnd|SigBlk):\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
 
 
 def verdict(places: Mapping[int, tuple[bool, str]], silent: list[int]) -> tuple[int, str]:

@@ -3,11 +3,12 @@
 import json
 
 import pytest
+from small_recipes import small_top_k
 from tiny_policy import tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
 from rlpost.__main__ import main
-from rlpost.config.compose import load_config, recipe_names
+from rlpost.config.compose import recipe_names
 from rlpost.observe.metrics import read_metrics
 
 NAMES = [name for name in recipe_names() if "sciknoweval" in name and "url" not in name]
@@ -20,7 +21,6 @@ SMALL = [
     "rollout.samples_per_prompt=2",
     "rollout.max_response_tokens=40",
 ]
-TOP_K = {"sdpo": "algorithm.top_k=8", "opd": "algorithm.top_k=8", "blend": "algorithm.sdpo.top_k=8"}
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +54,7 @@ def test_one_step(name, folder, tmp_path, monkeypatch):
     monkeypatch.setenv("DATA_DIR", str(folder / "data"))
     for variable in ("TEACHER_DIR", "TEACHER_BIOLOGY", "TEACHER_PHYSICS"):
         monkeypatch.setenv(variable, str(folder / "teacher"))
-    algorithm = load_config(name).algorithm["name"]
-    more = [
-        *(["engine.name=torch"] if name.endswith("_gpu") else []),
-        *([TOP_K[algorithm]] if algorithm in TOP_K else []),
-    ]
+    more = [*small_top_k(name), *(["engine.name=torch"] if name.endswith("_gpu") else [])]
     assert main([f"recipe={name}", f"run.dir={tmp_path}", "run.name=run", *SMALL, *more]) == 0
     rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows if "eval/test/mean@1" in row] == [0, 1]

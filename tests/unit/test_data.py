@@ -21,8 +21,9 @@ def write_jsonl(path, values):
     return str(path)
 
 
-def dataset(values, seed=0, responses=False, **config):
-    return PromptDataset(DataConfig(train="unused", **config), TOKENIZER, values, seed, responses=responses)
+def dataset(values, seed=0, responses=False, without_response=False, **config):
+    kinds = {"responses": responses, "without_response": without_response}
+    return PromptDataset(DataConfig(train="unused", **config), TOKENIZER, values, seed, **kinds)
 
 
 def ids(prompts):
@@ -224,13 +225,13 @@ def test_rows_to_learn_from_are_evaluated_without_what_is_to_be_said():
         {"prompt": chat},
         {"prompt": "a", "response": "b"},
     ]
-    data = dataset(values, responses="ask")
+    data = dataset(values, without_response=True)
     assert [p.messages for p in data.prompts] == [chat, chat, chat[:1]]
     assert [p.ids for p in data.prompts] == [
         p.ids for p in dataset([{"prompt": chat}, {"prompt": chat}, values[2]]).prompts
     ]
     with pytest.raises(DataError, match="nothing to generate"):
-        dataset([{"prompt": [chat[1]]}], responses="ask")
+        dataset([{"prompt": [chat[1]]}], without_response=True)
 
 
 @pytest.mark.parametrize("field", ["last_batch", "on_bad_row", "on_long_prompt"])

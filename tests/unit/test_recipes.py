@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from small_recipes import small_top_k
 
 from rlpost.config.checks import check_config
 from rlpost.config.compose import ConfigError, files_root, load_config, recipe_names
@@ -37,16 +38,8 @@ def test_recipe(name, folder, monkeypatch):
     for variable in ("MODEL_DIR", "DATA_DIR", "TEACHER_DIR", "TEACHER_URL", "TEACHER_BIOLOGY", "TEACHER_PHYSICS"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("EXP_DIR", str(folder))
-    top_k = [] if "tiny" in name or "quickstart" in name else _small_top_k(name)
+    top_k = [] if "tiny" in name or "quickstart" in name else small_top_k(name)
     check_config(load_config(name, [f"run.dir={folder}", *top_k]))
-
-
-def _small_top_k(name):
-    """The tiny model has fewer ids than these recipes' K."""
-    algorithm = load_config(name).algorithm
-    return {"sdpo": ["algorithm.top_k=8"], "opd": ["algorithm.top_k=8"], "blend": ["algorithm.sdpo.top_k=8"]}.get(
-        algorithm["name"], []
-    )
 
 
 def test_every_recipe_stands_in_the_table():

@@ -85,6 +85,7 @@ class Algorithm:
         return any(any(mask) for mask in self.loss_masks(samples))
 
     def loss(self, head: Head, micro: MicroBatch) -> LossOutput:
+        """The policy's, of one micro-batch; abstract, as every algorithm has its own."""
         raise NotImplementedError
 
     def value_loss(self, values_N: Tensor, micro: MicroBatch) -> LossOutput:

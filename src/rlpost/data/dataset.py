@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,8 +29,8 @@ class PromptDataset:
     """Prompts in a seeded order that does not depend on the number of ranks.
 
     rows: what `read_rows` takes, `cfg.train` by default. responses: rows are whole conversations to learn from (SFT):
-    chat messages that end with the assistant, or a prompt with a `response` column (or a text answer). "ask": a turn of
-    the assistant at their end is left out, for the model to say (evaluation during SFT).
+    chat messages that end with the assistant, or a prompt with a `response` column (or a text answer).
+    without_response: a turn of the assistant at their end is left out, for the model to say (evaluation during SFT).
     `counts` says how many rows were read, kept and left out, by reason.
     """
 
@@ -41,7 +41,8 @@ class PromptDataset:
         rows: str | Path | Sequence[str | Path | Mapping[str, Any]] | None = None,
         seed: int = 0,
         *,
-        responses: bool | Literal["ask"] = False,
+        responses: bool = False,
+        without_response: bool = False,
     ):
         if cfg.last_batch not in ("wrap", "drop", "keep"):
             raise ValueError(f"data.last_batch={cfg.last_batch} is not allowed; allowed are wrap, drop, keep")
@@ -50,7 +51,7 @@ class PromptDataset:
         self.cfg, self.seed = cfg, seed
         bad = BadRows(cfg.on_bad_row)
         read = read_rows(cfg.train if rows is None else rows, bad)
-        self.prompts = _prompts(cfg, tokenizer, read, bad, responses)
+        self.prompts = _prompts(cfg, tokenizer, read, bad, responses, without_response)
         self.counts = Counter({"rows": len(read), "prompts": len(self.prompts), **bad.counts})
         if not self.prompts:
             raise DataError(f"no prompts left of {len(read)} rows ({read[0].where} …): {dict(bad.counts)}")
@@ -114,17 +115,18 @@ def _prompts(
     tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[Row],
     bad: BadRows,
-    responses: bool | Literal["ask"],
+    responses: bool,
+    without_response: bool,
 ) -> list[Prompt]:
     _require_columns(cfg, rows)
     transform = import_object(cfg.transform) if isinstance(cfg.transform, str) else cfg.transform
     kept: list[tuple[int, Row, list[Message]]] = []
     for number, row in enumerate(rows):
         try:
-            kept.append((number, row, _messages(cfg, row, transform, responses)))
+            kept.append((number, row, _messages(cfg, row, transform, responses, without_response)))
         except DataError as error:
             bad.report(row.where, str(error))
-    if responses is True:
+    if responses:
         rendered = [conversation(tokenizer, messages, **cfg.chat_template_kwargs)[0] for _, _, messages in kept]
     else:
         rendered = render_batch(tokenizer, [messages for *_, messages in kept], **cfg.chat_template_kwargs)
@@ -152,7 +154,8 @@ def _messages(
     cfg: DataConfig,
     row: Row,
     transform: Callable[[Any, dict[str, Any]], Any] | None,
-    responses: bool | Literal["ask"],
+    responses: bool,
+    without_response: bool,
 ) -> list[Message]:
     prompt = row.values.get(cfg.prompt_key)
     if transform is not None:
@@ -169,9 +172,9 @@ def _messages(
         if messages[0]["role"] == "system":
             raise DataError(f"two system messages: one in {cfg.prompt_key!r}, one in {cfg.system_key!r}")
         messages.insert(0, {"role": "system", "content": system})
-    if responses is True:
+    if responses:
         return _with_response(cfg, row, messages)
-    if responses == "ask" and len(messages) > 1 and messages[-1]["role"] == "assistant":
+    if without_response and len(messages) > 1 and messages[-1]["role"] == "assistant":
         messages.pop()
     if messages[-1]["role"] == "assistant":
         raise DataError("the prompt ends with an assistant turn: there is nothing to generate")

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from rlpost.config.schema import GuardsConfig, TrainConfig
-from rlpost.policy.loss_scale import scale_is_settling
+from rlpost.policy.loss_scale import OVERFLOWS, scale_is_settling
 
 REWARD, LENGTH, DISTANCE = "rollout/reward/mean", "rollout/response_tokens/mean", "ema/distance"
 ENTROPIES = ("policy/entropy", "sdpo/student_entropy")
@@ -72,7 +72,7 @@ class Guards:
         if skipped and not train.skip_nonfinite:
             raise RuntimeError("the gradient is not finite (train.skip_nonfinite=false)")
         if in_a_row > train.max_skipped:
-            fp16 = "; fp16 holds no activation above 65504, bf16 does" if f"{prefix}/loss_scale" in metrics else ""
+            fp16 = f"; {OVERFLOWS}" if f"{prefix}/loss_scale" in metrics else ""
             raise RuntimeError(
                 f"{in_a_row} optimizer steps in a row had gradients that are not finite "
                 f"(train.max_skipped={train.max_skipped}): lower {optimizer}.lr, or look at the rollouts{fp16}"

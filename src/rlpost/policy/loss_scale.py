@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rlpost.config.schema import OptimConfig
 
 SMALLEST = 1.0
+OVERFLOWS = "fp16 holds no activation above 65504; model.dtype=bf16 does"
 
 
 class LossScale:

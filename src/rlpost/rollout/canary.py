@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlpost.data.packing import pack
+from rlpost.policy.loss_scale import OVERFLOWS
 from rlpost.types import Prompt, Sample
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class Canary:
         if not gap <= self._tolerance:
             advice = "publish.verify=always compares every tensor; rollout.canary=off goes on regardless"
             if math.isnan(gap) and self._dtype is torch.float16:
-                advice = "fp16 holds no activation above 65504; model.dtype=bf16 does"
+                advice = OVERFLOWS
             raise CanaryError(
                 f"the engine does not serve the trainer's weights: mean |Δ log-prob| over {len(self._expected)} tokens "
                 f"is {gap:.3g}, more than {self._tolerance}. {advice}"

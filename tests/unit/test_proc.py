@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from rlpost.watch import _is_handling
+from rlpost.proc import is_handling
 
 SPINS = """
 import faulthandler, os, signal, sys
@@ -39,11 +39,11 @@ def test_a_handler_that_has_not_written_all_is_waited_for():
     os.close(theirs)
     try:
         assert child.stdout.read(5) == b"ready"
-        assert not _is_handling(child.pid, signal.SIGUSR1)
+        assert not is_handling(child.pid, signal.SIGUSR1)
         child.send_signal(signal.SIGUSR1)
-        assert all(_is_handling(child.pid, signal.SIGUSR1) for _ in range(200))  # its pipe is full
+        assert all(is_handling(child.pid, signal.SIGUSR1) for _ in range(200))  # its pipe is full
         os.read(ours, filled)
-        wait_for(lambda: not _is_handling(child.pid, signal.SIGUSR1))
+        wait_for(lambda: not is_handling(child.pid, signal.SIGUSR1))
         assert b"line" in os.read(ours, 4096)
     finally:
         child.kill()
