@@ -143,6 +143,8 @@ def assemble(
     """
     from transformers import AutoTokenizer
 
+    observer = Observer(config, directory, rank=agreement.rank)
+    observer.say(f"{directory}: reading data, then {config.model.path}")
     seed_generators(config.run.seed)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     seed = config.run.seed
@@ -207,13 +209,13 @@ def assemble(
     teacher = None
     if teacher_config is not None:
         teacher = build_teacher(teacher_config, config, policy, snapshots, batcher, publisher, engine, new_engine)
-    observer = Observer(config, directory, rank=agreement.rank, steps_done=steps_done)
+    observer.begin(steps_done)
     return Rooms(
         config=config,
         directory=directory,
         agreement=agreement,
         machine=PhaseMachine(
-            phases_of(config), handlers, _residents(policy, critic, teacher, engine), agreement, observer.phase_done
+            phases_of(config), handlers, _residents(policy, critic, teacher, engine), agreement, observer
         ),
         observer=observer,
         tokenizer=tokenizer,

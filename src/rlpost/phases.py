@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -142,6 +142,14 @@ class PhaseReport:
     device_bytes: int  # in use on the device as it ends, by all processes; 0 on the CPU
 
 
+class PhaseObserver(Protocol):
+    """Who is told of phases: `observe.observer.Observer`."""
+
+    def phase_begins(self, name: str) -> None: ...
+
+    def phase_done(self, report: PhaseReport) -> None: ...
+
+
 class PhaseMachine:
     """Runs the phases of a step in their configured order, moving exactly the difference of residents between two."""
 
@@ -151,10 +159,10 @@ class PhaseMachine:
         handlers: Mapping[str, Callable[[Any], None]],
         residents: Mapping[str, Resident],
         agreement: Agreement,
-        on_report: Callable[[PhaseReport], None] = lambda report: None,
+        observer: PhaseObserver | None = None,
     ):
         self.phases, self.handlers, self.residents = list(phases), handlers, residents
-        self.agreement, self.on_report = agreement, on_report
+        self.agreement, self.observer = agreement, observer
 
     def run(self, number: int, step: int, work: Any) -> bool:
         """Phase `number` of the plan; true where a rank was asked to stop. Raises PhaseError on all ranks alike."""
@@ -162,6 +170,8 @@ class PhaseMachine:
         limit = {} if phase.timeout_s is None else {"limit_s": phase.timeout_s, "field": "the phase's timeout_s"}
         start, clock, moved = time.time(), time.perf_counter(), 0
         reset_peak()
+        if self.observer is not None:
+            self.observer.phase_begins(phase.name)
         for attempt in range(phase.retries + 1):
             with self.agreement.guard(phase.name, step, held=lambda: self._held(phase), **limit):
                 failed = False
@@ -181,7 +191,8 @@ class PhaseMachine:
         with self.agreement.guard(phase.name, step):
             resident = sum(self._held(phase).values())
             report = PhaseReport(phase.name, step, start, slowest, moved, resident, peak_bytes(), device_bytes())
-            self.on_report(report)
+            if self.observer is not None:
+                self.observer.phase_done(report)
         return stop
 
     def move(self, wanted: Sequence[str]) -> int:

@@ -81,10 +81,7 @@ class StopOnSignal:
         with suppress(RuntimeError):
             if self.agreement.watch.posted() or self.agreement.watch.lost():
                 return
-        text = f"{name}: finishing the phase, then saving; once more to stop at once"
-        log.warning(text)
-        if self.agreement.rank == 0:
-            print(f"\n{text}", file=sys.stderr, flush=True)
+        log.warning("%s: finishing the phase, then saving; once more to stop at once", name)
 
     def _insist(self) -> None:
         """The main thread may be where no exception reaches it."""

@@ -2,7 +2,7 @@
 
 It looks for three things: another rank's failure, a rank of this machine whose process is gone, and a phase over its
 time limit. A phase over its limit leaves every rank's stacks in `<run>/stacks/rank_<r>.txt`, and
-one sentence says which ranks hang and which only wait for them.
+one sentence says which ranks hang and which only wait for them. A phase that takes long is spoken of meanwhile.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ import torch.distributed as dist
 
 from rlpost.failures import PhaseError, report
 from rlpost.launcher import follow_launcher
+from rlpost.observe.logs import NOTICE
+from rlpost.observe.progress import duration
 from rlpost.parallel import all_gather_objects
 from rlpost.proc import is_handling, process
 
@@ -39,6 +41,7 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 3.0  # for a rank to meet a failure by itself, before its watch-dog ends it
 LOOK_S = 0.25  # between two looks
+LONG_S = 30.0  # after which it is said how long work takes, and again after twice the time
 ANSWER_S = 2.0  # for the other ranks to say where they are
 STACKS_S = 1.0  # at most, for C code to write the stacks
 BACKSTOP_S = 8.0  # after the limit: where no thread of Python runs any more, C code ends the process
@@ -71,6 +74,7 @@ class Work:
     limit_s: float
     field: str
     begun: float
+    tell_at_s: float = LONG_S
 
     @property
     def left_s(self) -> float:
@@ -176,6 +180,9 @@ class Watch:
 
     def _look(self) -> None:
         work = self._work
+        if work is not None and (took := time.monotonic() - work.begun) >= work.tell_at_s:
+            work.tell_at_s *= 2
+            log.log(NOTICE, "%s (step %d) has run for %s", work.phase, work.step, duration(took))
         if self.store.check([HANG]):
             self._answer(json.loads(self.store.get(HANG)))
         elif work is not None and work.left_s < 0:

@@ -51,6 +51,19 @@ def test_a_run_leaves_everything_and_resumes_to_the_last_bit(tiny, tmp_path):
     assert trained[0] == trained[1]
 
 
+def test_rows_left_out_are_said_on_the_terminal_once_and_named_in_the_log(tiny, tmp_path):
+    rows = (tiny / "data" / "train.jsonl").read_text().splitlines()
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join([rows[0], "{broken", *rows[1:], '{"prompt": 3}']))
+    arguments = [*command(tiny, tmp_path, "grpo"), f"data.train={data}", "data.on_bad_row=skip", "trainer.steps=1"]
+    run = run_ranks(["-m", "rlpost", *arguments, "tracker.progress=false"], 2)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.count(f"warning: 2 of {len(rows) + 2} rows left out") == 1
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert f"left out {data}:2" in log and f"left out {data}:{len(rows) + 2}: wrong type" in log
+    assert "training from step" in log and "training from step" not in run.stderr
+
+
 def test_the_export_scores_as_the_trainer_does(tiny, tmp_path):
     run = rlpost(*command(tiny, tmp_path, "sdpo"))
     assert run.returncode == 0, run.stderr

@@ -145,6 +145,7 @@ def test_a_run_publishes_agrees_and_leaves_nothing(start, overrides, ranks):
     job.wait_for_steps(1)
     assert job.end(START_S)[0] == 0, job.text
     rows = [row for row in read_metrics(job.directory / "metrics.jsonl") if "train/loss" in row]
+    assert "serves after" in job.text  # the engine's start, a minute or two on a GPU, is no silence
     versions = [row["publish/version"] for row in rows]
     assert len(versions) == STEPS and versions == sorted(set(versions))
     assert all(row["policy/logprob_diff"] <= 0.01 for row in rows)

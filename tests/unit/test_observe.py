@@ -9,9 +9,10 @@ import threading
 import pytest
 import torch
 
+from rlpost.observe.logs import NOTICE, remove_handlers, setup_logging
 from rlpost.observe.metrics import MetricsLog, read_metrics
 from rlpost.observe.plots import plot_run, smooth
-from rlpost.observe.progress import Progress, duration, setup_logging, summary
+from rlpost.observe.progress import Progress, duration, summary
 from rlpost.observe.records import RolloutRecords
 from rlpost.observe.timeline import Timeline
 from rlpost.observe.trackers import Trackers
@@ -119,10 +120,26 @@ def test_progress_rewrites_its_line_on_a_terminal():
     progress.update(2, METRICS)
     progress.close()
     shown = stream.getvalue()
+    clear = "\r\x1b[K"
     assert shown.count("\n") == 2 and "saved\n" in shown and shown.endswith("ETA 0:00\n")
-    blank = shown.index("\r")
-    assert shown[:blank].strip() == shown[:blank] and shown[blank:].lstrip("\r ").startswith("saved")
+    assert shown.split(clear)[1] == f"saved\n{shown.split(clear)[0]}"
     assert [duration(s) for s in (0, 75, 3723)] == ["0:00", "1:15", "1:02:03"]
+
+
+def test_a_phase_stands_behind_the_line_on_a_terminal_alone(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    stream = Terminal()
+    progress = Progress(2, stream)
+    progress.phase("rollout")
+    progress.update(1, METRICS)
+    progress.phase("train")  # the line is full
+    progress.close()
+    written = stream.getvalue().split("\r\x1b[K")
+    assert written[0] == "step 0/2  · rollout" and all(len(line.strip()) < 40 for line in written)
+    assert "train" not in written[-1]
+    elsewhere = io.StringIO()
+    Progress(2, elsewhere).phase("rollout")
+    assert not elsewhere.getvalue()
 
 
 def test_summary_says_what_moved_and_where_everything_is(tmp_path):
@@ -163,9 +180,31 @@ def test_log_goes_to_the_run_and_only_to_the_last_one(tmp_path):
     assert (tmp_path / "a" / "log.txt").read_text().endswith("I rlpost.trainer: first\n")
     (line,) = (tmp_path / "b" / "log.txt").read_text().splitlines()
     assert line.startswith("[rank 3]") and line.endswith("W rlpost.trainer: second")
-    for handler in list(logging.getLogger("rlpost").handlers):
-        logging.getLogger("rlpost").removeHandler(handler)
-        handler.close()
+    remove_handlers(list(logging.getLogger("rlpost").handlers))
+
+
+@pytest.mark.parametrize(
+    ("shown_from", "expected"),
+    [
+        (NOTICE, ["the engine starts", "warning: bf16 rounds", "error: once more"]),
+        (logging.WARNING, ["warning: bf16 rounds", "error: once more"]),
+    ],
+)
+def test_what_a_person_should_read_is_shown_and_kept(tmp_path, shown_from, expected):
+    shown = []
+    handlers = setup_logging(tmp_path, 0, shown.append, shown_from)
+    log = logging.getLogger("rlpost.anywhere")
+    log.info("the page cache was not warmed")
+    log.log(NOTICE, "the engine starts")
+    log.warning("%s rounds", "bf16")
+    try:
+        1 / 0  # noqa: B018
+    except ZeroDivisionError:
+        log.exception("once more")  # the traceback is for log.txt
+    remove_handlers(handlers)
+    assert shown == expected
+    kept = (tmp_path / "log.txt").read_text()
+    assert "N rlpost.anywhere: the engine starts" in kept and "ZeroDivisionError" in kept and "page cache" in kept
 
 
 def test_timeline_is_a_whole_trace_after_every_event(tmp_path):

@@ -1,5 +1,7 @@
 """The state machine in one process: order, residents, retries, failures."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from rlpost.config.schema import PhaseConfig
@@ -28,8 +30,10 @@ class Recorded:
 
 def machine(phases, handlers, events, reports=None):
     residents = {name: Recorded(name, size, events) for name, size in (("a", 1), ("b", 10), ("c", 100))}
-    on_report = (lambda report: None) if reports is None else reports.append
-    return PhaseMachine(phases, handlers, residents, Agreement(), on_report)
+    observer = None
+    if reports is not None:
+        observer = SimpleNamespace(phase_begins=lambda name: None, phase_done=reports.append)
+    return PhaseMachine(phases, handlers, residents, Agreement(), observer)
 
 
 def test_moves_exactly_the_difference_of_residents():

@@ -56,7 +56,8 @@ class PromptDataset:
         if not self.prompts:
             raise DataError(f"no prompts left of {len(read)} rows ({read[0].where} …): {dict(bad.counts)}")
         if bad.counts:
-            log.warning("%d of %d rows left out: %s", len(read) - len(self.prompts), len(read), dict(bad.counts))
+            left_out = len(read) - len(self.prompts)
+            log.warning("%d of %d rows left out: %s (log.txt names each)", left_out, len(read), dict(bad.counts))
         self._epoch, self._offset = 0, 0
         self._fingerprint = _fingerprint(self.prompts)
 

@@ -44,7 +44,7 @@ class BadRows:
         if self.policy == "error":
             raise DataError(f"{where}: {reason} ({self.remedy} leaves such rows out and counts them)")
         self.counts[reason.split(":")[0]] += 1
-        log.warning("left out %s: %s", where, reason)
+        log.info("left out %s: %s", where, reason)
 
 
 Source = str | Path | Mapping[str, Any]

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from rlpost.config.compose import dump_config
 from rlpost.config.schema import Config
+from rlpost.observe.logs import NOTICE, remove_handlers, setup_logging
 from rlpost.observe.metrics import MetricsLog, read_metrics
 from rlpost.observe.plots import plot_run
-from rlpost.observe.progress import Progress, setup_logging, summary
+from rlpost.observe.progress import Progress, summary
 from rlpost.observe.records import RolloutRecords
 from rlpost.observe.timeline import Timeline
 from rlpost.observe.trackers import Trackers
@@ -29,27 +30,36 @@ log = logging.getLogger(__name__)
 class Observer:
     """metrics.jsonl, rollouts/, TensorBoard, plots/, timeline.json, log.txt, the progress line and the summary."""
 
-    def __init__(self, config: Config, directory: Path, *, rank: int = 0, steps_done: int = 0):
-        directory.mkdir(parents=True, exist_ok=True)
-        self.directory, self.writes = directory, rank == 0
+    def __init__(self, config: Config, directory: Path, *, rank: int = 0):
+        """The logs and the terminal; the other files are `begin`'s."""
+        self.config, self.directory, self.writes = config, directory, rank == 0
         self.last: dict[str, float] = {}
-        self._handler = setup_logging(directory, rank)
+        self._progress = Progress(config.trainer.steps)
+        self._shows = self.writes and config.tracker.progress
+        show, shown_from = (self._progress.say if self.writes else None), (NOTICE if self._shows else logging.WARNING)
+        self._handlers = setup_logging(directory, rank, show, shown_from)
         self._start = time.perf_counter()
         self._phase_seconds: dict[str, float] = {}
         self._peak_bytes = 0
+
+    def begin(self, steps_done: int = 0) -> None:
+        """All is built, and the run can start: what an earlier try of it wrote for later steps goes away."""
         if not self.writes:
             return
+        config, directory = self.config, self.directory
         replace_text(directory / "config.yaml", dump_config(config))
         self._metrics, self._records = MetricsLog(directory), RolloutRecords(directory)
         # A run that goes on writes its later steps again. Evaluations stand under the number of steps done before.
         self._metrics.cut_after(steps_done)
         self._records.cut_after(steps_done)
-        self._timeline = Timeline(directory, rank)
+        self._timeline = Timeline(directory)
         self._trackers = Trackers(
             directory, tensorboard=config.tracker.tensorboard, wandb=config.tracker.wandb, name=config.run.name
         )
-        self._progress = Progress(config.trainer.steps) if config.tracker.progress else None
-        self._keep_rollouts = config.tracker.rollouts
+
+    def phase_begins(self, name: str) -> None:
+        if self._shows:
+            self._progress.phase(name)
 
     def phase_done(self, report: PhaseReport) -> None:
         self._phase_seconds[report.name] = self._phase_seconds.get(report.name, 0.0) + report.seconds
@@ -83,9 +93,9 @@ class Observer:
         if self.writes:
             self._metrics.write(step, self.last)
             self._trackers.log(step, self.last)
-            if self._keep_rollouts:
+            if self.config.tracker.rollouts:
                 self._records.write("train", step, samples)
-            if self._progress:
+            if self._shows:
                 self._progress.update(step, self.last)
         return {"step": step, **self.last}
 
@@ -97,17 +107,15 @@ class Observer:
         self._metrics.drop(lambda row: row["step"] == step and any(key.startswith(f"eval/{name}/") for key in row))
         self._metrics.write(step, metrics)
         self._trackers.log(step, metrics)
-        if self._keep_rollouts:
+        if self.config.tracker.rollouts:
             self._records.drop_eval(step, name)
             self._records.write("eval", step, samples, eval=name)
-        shown = ", ".join(f"{key.rsplit('/', 1)[1]} {value:.4g}" for key, value in metrics.items())
+        shown = ", ".join(f"{key.removeprefix(f'eval/{name}/')} {value:.4g}" for key, value in metrics.items())
         self.say(f"eval {name} after {step} steps: {shown}")
 
     def say(self, message: str) -> None:
         """A line for the person at the terminal, and for log.txt."""
-        log.info(message)
-        if self.writes and self._progress:
-            self._progress.say(message)
+        log.log(NOTICE, message)
 
     def rows(self) -> list[dict[str, Any]]:
         """What metrics.jsonl holds so far."""
@@ -122,14 +130,12 @@ class Observer:
             return
         if plots:
             plot_run(self.directory)
-        if self._progress:
+        if self._shows:
             self._progress.close()
             print(summary(self.directory, self.rows(), time.perf_counter() - self._start), file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self.writes:
-            if self._progress:
-                self._progress.close()
+            self._progress.close()
             self._trackers.close()
-        logging.getLogger("rlpost").removeHandler(self._handler)
-        self._handler.close()
+        remove_handlers(self._handlers)

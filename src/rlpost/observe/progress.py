@@ -1,29 +1,31 @@
-"""What a person reads while a run goes on and when it is done: the progress line, log.txt, the summary."""
+"""What a person reads while a run goes on and when it is done: the progress line and the summary."""
 
 from __future__ import annotations
 
-import logging
 import re
+import shutil
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TextIO
 
-FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
-
 
 class Progress:
-    """step/total, reward, loss, tokens/s, ETA: a line that is written over on a terminal, one per step elsewhere."""
+    """step/total, reward, loss, tokens/s, ETA: a line a step; on a terminal one line that is written over, with the
+    phase that runs. May be called from any thread."""
 
     def __init__(self, total: int, stream: TextIO | None = None):
         self.total = total
         self.stream = sys.stderr if stream is None else stream
         self._rewrites = self.stream.isatty()
+        self._line = f"step {0:>{len(str(total))}}/{total}"
         self._shown = ""  # what stands on the terminal's current line
         self._step_s: float | None = None
         self._before = time.perf_counter()
+        self._lock = threading.RLock()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """step: steps done; the time of a step is `perf/step_s`, or what passed since the last call."""
@@ -41,33 +43,44 @@ class Progress:
         if "perf/tokens_per_s" in metrics:
             parts.append(f"{_short(metrics['perf/tokens_per_s'])} tokens/s")
         parts += [f"{took:.3g} s/step", f"ETA {duration(self._step_s * max(0, self.total - step))}"]
-        self._show("  ".join(parts))
+        with self._lock:
+            self._line = "  ".join(parts)
+            if self._rewrites:
+                self._show(self._line)
+            else:
+                print(self._line, file=self.stream, flush=True)
+
+    def phase(self, name: str) -> None:
+        """The phase that begins, behind the line on a terminal."""
+        if self._rewrites:
+            with self._lock:
+                self._show(f"{self._line}  · {name}")
 
     def say(self, message: str) -> None:
         """A line of its own, above the progress line."""
-        shown = self._shown
-        self._clear()
-        print(message, file=self.stream, flush=True)
-        if shown:
-            self._show(shown)
+        with self._lock:
+            shown = self._shown
+            self._clear()
+            print(message, file=self.stream, flush=True)
+            if shown:
+                self._show(shown)
 
     def close(self) -> None:
         """Leave the last line standing."""
-        if self._shown:
-            print(file=self.stream, flush=True)
-            self._shown = ""
+        with self._lock:
+            if self._shown:
+                self._show(self._line)
+                print(file=self.stream, flush=True)
+                self._shown = ""
 
     def _show(self, line: str) -> None:
-        if not self._rewrites:
-            print(line, file=self.stream, flush=True)
-            return
         self._clear()
-        print(line, end="", file=self.stream, flush=True)
-        self._shown = line
+        self._shown = line[: shutil.get_terminal_size().columns - 1]  # what wraps cannot be written over
+        print(self._shown, end="", file=self.stream, flush=True)
 
     def _clear(self) -> None:
         if self._shown:
-            print("\r" + " " * len(self._shown) + "\r", end="", file=self.stream)
+            print("\r\x1b[K", end="", file=self.stream)  # with what a Ctrl-C wrote behind it
             self._shown = ""
 
 
@@ -125,26 +138,3 @@ def step_seconds(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
         if name != "perf/tokens_per_s":
             found[name.removeprefix("perf/").removesuffix("_s")] = median(row[name] for row in rows if name in row)
     return found
-
-
-def setup_logging(run_dir: str | Path, rank: int = 0) -> logging.Handler:
-    """Send the library's log to `<run_dir>/log.txt`: everything of rank 0, the other ranks' warnings. Returns the
-    handler; a second call replaces the first's (a notebook starts several runs)."""
-    Path(run_dir).mkdir(parents=True, exist_ok=True)
-    logger = logging.getLogger("rlpost")
-    for handler in [h for h in logger.handlers if isinstance(h, _RunLog)]:
-        logger.removeHandler(handler)
-        handler.close()
-    handler = _RunLog(Path(run_dir) / "log.txt", encoding="utf-8")
-    handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    handler.setFormatter(logging.Formatter(FORMAT if rank == 0 else f"[rank {rank}] {FORMAT}"))
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    return handler
-
-
-class _RunLog(logging.FileHandler):
-    """Known by its class, so that no handler of the user's is ever removed."""
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        """A line that cannot be written (the disk is full) is lost; logging would show a traceback for each."""

@@ -26,6 +26,7 @@ from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rlpost.config.checks import against_compiled
+from rlpost.observe.logs import NOTICE
 from rlpost.parallel import virtual_stages
 from rlpost.policy.attention import PackedAttention, PackedSequences
 from rlpost.policy.compiled import CompiledLayer
@@ -74,7 +75,7 @@ def uses_transformer_engine(impl: str) -> bool:
         import transformer_engine.pytorch  # noqa: F401
     except (ImportError, OSError) as error:  # OSError: a library that it is linked to is missing
         if impl == "auto":
-            log.info("model.impl=auto: local layers, as Transformer Engine cannot be imported (%s)", error)
+            log.log(NOTICE, "model.impl=auto: local layers, as Transformer Engine cannot be imported (%s)", error)
             return False
         raise ValueError(f"model.impl={impl}: Transformer Engine cannot be imported ({error}); use local") from error
     if not torch.cuda.is_available():
@@ -207,6 +208,7 @@ def build_model(
         raise ValueError(f"model.router_aux_loss={model.router_aux_loss}: the model ({hf.model_type}) has no experts")
     config = transformer_config(hf, DTYPES[model.dtype], parallel, recompute)
     impl = layers_of(model.impl, config, overlap)
+    log.info("%s: %s layers", model.path, impl)
     config.moe_grouped_gemm = impl == "transformer_engine" and config.num_moe_experts is not None
     hf_map = make_map(hf)
     ddp = DistributedDataParallelConfig(

@@ -21,6 +21,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+from rlpost.observe.logs import NOTICE
 from rlpost.proc import group_is_alive
 from rlpost.rollout.engines.sglang_host import READY
 
@@ -207,13 +208,13 @@ class EngineProcess:
                         f"the SGLang engine did not start within {timeout_s:.0f} s{self._tail()}"
                     ) from None
                 last = (self._lines() or ["no output yet"])[-1]
-                log.info("SGLang engine starting, %.0f s: %s", elapsed, last[:200])
+                log.log(NOTICE, "SGLang engine starting, %.0f s: %s", elapsed, last[:200])
             except EngineDied:
                 raise
             except RuntimeError as error:
                 raise EngineDied(f"the SGLang engine did not start ({error}){self._tail()}") from error
             else:
-                log.info("SGLang %s serves after %.1f s", info["release"], time.monotonic() - start)
+                log.log(NOTICE, "SGLang %s serves after %.1f s", info["release"], time.monotonic() - start)
                 return info
 
     def _death(self) -> EngineDied:
