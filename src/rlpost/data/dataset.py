@@ -56,8 +56,9 @@ class PromptDataset:
         if not self.prompts:
             raise DataError(f"no prompts left of {len(read)} rows ({read[0].where} …): {dict(bad.counts)}")
         if bad.counts:
-            left_out = len(read) - len(self.prompts)
-            log.warning("%d of %d rows left out: %s (log.txt names each)", left_out, len(read), dict(bad.counts))
+            left_out = sum(bad.counts.values())  # broken JSON never was a row that was read
+            of = left_out + len(self.prompts)
+            log.warning("%d of %d rows left out: %s (log.txt names each)", left_out, of, dict(bad.counts))
         self._epoch, self._offset = 0, 0
         self._fingerprint = _fingerprint(self.prompts)
 
