@@ -22,7 +22,7 @@ from rlpost.config.checks import check_config
 from rlpost.config.compose import load_config
 from rlpost.config.schema import Config
 from rlpost.phases import Agreement
-from rlpost.rollout.engines import check_installed
+from rlpost.rollout.engines import check_installed, prestart
 from rlpost.signals import StopOnSignal
 from rlpost.types import Sample
 
@@ -87,6 +87,7 @@ class Trainer:
         objects = {name: value for name, value in given.items() if value is not None}
         check_config(config, objects)
         check_installed(config.engine.name)
+        prestart(config)
         # Megatron and Transformers load only now: a wrong configuration has failed within a second.
         from rlpost.assemble import assemble
         from rlpost.parallel import init_distributed

@@ -101,6 +101,15 @@ class Job(Run):
                 continue  # gone meanwhile
         return found
 
+    def wait_for_host(self) -> None:
+        """Of its engine: it imports SGLang while the run still reads its data."""
+
+        def is_there() -> bool:
+            self.pids()
+            return any("sglang_host" in command for command in self.processes().values())
+
+        assert self.wait_until(is_there, START_S), self.text
+
     def left(self, within_s: float = 2.0) -> dict[int, str]:
         until = time.monotonic() + within_s
         while (found := self.processes()) and time.monotonic() < until:
@@ -185,3 +194,17 @@ def test_no_engine_outlives_a_killed_trainer(start):
     job.wait_for_steps(1)
     job.process.kill()
     assert not job.left(within_s=NOTICED_S)
+
+
+def test_no_host_outlives_a_trainer_killed_before_its_engine_starts(start):
+    job = start()
+    job.wait_for_host()
+    job.process.kill()
+    assert not job.left(within_s=NOTICED_S)
+
+
+def test_no_host_is_left_by_a_run_that_does_not_start(start):
+    job = start("data.prompt_key=promt")
+    job.wait_for_host()
+    assert job.end(60)[0] == 1 and "Did you mean 'prompt'" in job.text, job.text
+    assert not job.left()

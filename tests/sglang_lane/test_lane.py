@@ -86,6 +86,13 @@ def test_a_dead_engine_is_a_clear_error_and_leaves_nothing(model_path):
     assert figures["noticed_s"] < 10
 
 
+def test_an_engine_takes_a_process_that_imported_sglang_ahead_and_none_is_left(model_path):
+    from common import alive
+
+    figures = measured(run_python([str(PROGRAMS / "prestart.py"), model_path], timeout=300, env=ENVIRONMENT))
+    assert not alive(figures["left"])
+
+
 def test_two_ranks_have_an_engine_each_and_no_engine_outlives_a_killed_rank(model_path):
     from common import alive
 

@@ -52,13 +52,16 @@ def test_a_missing_sglang_says_what_to_install(monkeypatch, found):
         check_settings(torch.float32, 1, 0.5, 1, "auto")
 
 
-def test_the_engine_sees_no_torchrun_and_finds_rlpost(monkeypatch):
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_the_engine_sees_no_torchrun_and_finds_rlpost(on_gpu, monkeypatch):
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
     torchrun = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
     for name in (*torchrun, "PYTORCH_CUDA_ALLOC_CONF", "RANKED"):
         monkeypatch.setenv(name, "1")
-    found = engine_environment({"MORE": "2"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    found = engine_environment()
     assert not found.keys() & {*torchrun, "PYTORCH_CUDA_ALLOC_CONF"}
-    assert found["RANKED"] == "1" and found["MORE"] == "2"
+    assert found["RANKED"] == "1" and ("SGLANG_USE_CPU_ENGINE" in found) != on_gpu
     assert importlib.util.find_spec("rlpost").origin.startswith(found["PYTHONPATH"].split(":")[0])
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from typing import TYPE_CHECKING
 
-from rlpost.config.schema import EngineConfig
+from rlpost.config.schema import Config, EngineConfig
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +22,19 @@ def check_installed(name: str) -> None:
         raise ConfigError(
             ["engine.name=sglang, but SGLang is not installed: pip install 'rlpost[gpu]', or choose engine.name=torch"]
         )
+
+
+def prestart(config: Config) -> None:
+    """Begin, on the ranks that will have an engine's process, what of its start needs no GPU and no model."""
+    if config.engine.name != "sglang" or not any(phase.name == "rollout" for phase in config.phases):
+        return
+    if int(os.environ.get("RANK", "0")) % config.engine.tensor_parallel:
+        return
+    from rlpost.rollout.engines import sglang_process
+
+    teacher = config.teacher or {}
+    own = teacher.get("backend") == "engine" and teacher.get("engine", "own") == "own"
+    sglang_process.prestart(2 if own else 1)
 
 
 def build_engine(config: EngineConfig, model_path: str, *, dtype: torch.dtype, seed: int = 0) -> Engine:

@@ -28,7 +28,7 @@ from rlpost.rollout.engine import (
 from rlpost.rollout.engines.expected import bucket_faults, expected_tensors
 from rlpost.rollout.engines.host_memory import HostMemory
 from rlpost.rollout.engines.sglang_arguments import check_settings, engine_arguments, sampling_params
-from rlpost.rollout.engines.sglang_process import EngineProcess
+from rlpost.rollout.engines.sglang_process import EngineProcess, next_process
 from rlpost.rollout.engines.state import EngineState, StatedEngine, check_requests, check_scoring
 
 if TYPE_CHECKING:
@@ -192,9 +192,10 @@ class SGLangEngine(StatedEngine):
 
     def _start_process(self) -> None:
         on_gpu = torch.cuda.is_available()
-        environment = {} if on_gpu else {"SGLANG_USE_CPU_ENGINE": "1"}
         arguments = {"wanted": engine_arguments(self, on_gpu), "extra": self.extra}
-        self._process = EngineProcess(arguments, environment, timeout_s=self.start_timeout_s)
+        process = next_process()
+        process.start(arguments, timeout_s=self.start_timeout_s)
+        self._process = process
 
     def _generate(self, requests: Sequence[Request]) -> list[Completion]:
         self._aborted = False

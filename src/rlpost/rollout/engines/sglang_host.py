@@ -246,6 +246,8 @@ def main() -> None:
     threading.Thread(target=_watch, args=(parent, lambda: pids), daemon=True).start()
     logging.basicConfig(level=logging.INFO)
     try:
+        import sglang.srt.entrypoints.engine  # noqa: F401  (while the trainer is not ready to start an engine)
+
         engine = _build(connection.recv())
     except Exception as error:  # told to the trainer, which raises it
         traceback.print_exc()

@@ -21,6 +21,8 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rlpost.observe.logs import NOTICE
 from rlpost.proc import group_is_alive
 from rlpost.rollout.engines.sglang_host import READY
@@ -65,27 +67,26 @@ class EngineDied(RuntimeError):
 
 
 class EngineProcess:
-    """A running `sglang_host`. Any thread may call it, also inside a running event loop.
+    """A `sglang_host`, which imports SGLang and then waits for `start`. Any thread may call it, also inside a running
+    event loop.
 
     Attributes: directory (the log and replies of hooks), log_path, info (release and tensor_parallel of the engine).
     """
 
-    def __init__(self, arguments: Mapping[str, Any], environment: Mapping[str, str], *, timeout_s: float):
-        """Start the engine and wait until it serves. Raises ValueError for an argument that SGLang refuses, EngineDied
-        with its last log lines, TimeoutError after timeout_s seconds."""
+    def __init__(self) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="rlpost-sglang-"))
         self.log_path = self.directory / "log.txt"
         self._connection, theirs = Pipe()
         self._numbers = itertools.count(READY + 1)
-        self._pending: dict[int, Future] = {READY: Future()}
+        self._ready: Future = Future()
+        self._pending = {READY: self._ready}
         self._lock = threading.Lock()  # of sending and of the table of pending calls
-        self._closing = False
-        ready = self._pending[READY]
+        self._started = self._closing = False
         with open(self.log_path, "wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "rlpost.rollout.engines.sglang_host", str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
-                env=engine_environment(environment),
+                env=engine_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -93,11 +94,18 @@ class EngineProcess:
             )
         theirs.close()
         atexit.register(self.close)
-        self._connection.send(dict(arguments))
         self._reader = threading.Thread(target=self._read, name="sglang-engine", daemon=True)
         self._reader.start()
+
+    def start(self, arguments: Mapping[str, Any], *, timeout_s: float) -> None:
+        """Start the engine and wait until it serves. Raises ValueError for an argument that SGLang refuses, EngineDied
+        with its last log lines, TimeoutError after timeout_s seconds."""
+        with self._lock:
+            self._started = True
+            with contextlib.suppress(OSError):  # it died as it imported SGLang, which the wait will say
+                self._connection.send(dict(arguments))
         try:
-            self.info: dict[str, Any] = self._wait_until_ready(ready, timeout_s)
+            self.info: dict[str, Any] = self._wait_until_ready(timeout_s)
         except BaseException:
             self.close(keep_log=True)
             raise
@@ -137,13 +145,13 @@ class EngineProcess:
         """End the engine's processes and no others. May be called again."""
         atexit.unregister(self.close)
         self._closing = True
-        if not keep_log and self._process.poll() is None:
+        if self._started and not keep_log and self._process.poll() is None:
             self._hang_up()
         self._kill_group()
         self._reader.join()
         self._connection.close()
         self._fail_pending()
-        if not keep_log and self._process.returncode == 0:
+        if not keep_log and (self._process.returncode == 0 or not self._started):
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def _hang_up(self) -> None:
@@ -193,14 +201,14 @@ class EngineProcess:
         for answer in pending.values():
             answer.set_exception(self._death())
 
-    def _wait_until_ready(self, ready: Future, timeout_s: float) -> dict[str, Any]:
+    def _wait_until_ready(self, timeout_s: float) -> dict[str, Any]:
         start = time.monotonic()
         while True:
             elapsed = time.monotonic() - start
             try:
-                info = ready.result(min(PROGRESS_S, max(0.0, timeout_s - elapsed)))
+                info = self._ready.result(min(PROGRESS_S, max(0.0, timeout_s - elapsed)))
             except TimeoutError:
-                if ready.done():
+                if self._ready.done():
                     raise
                 elapsed = time.monotonic() - start
                 if elapsed >= timeout_s:
@@ -238,14 +246,30 @@ class EngineProcess:
         )
 
 
+_waiting: list[EngineProcess] = []
+
+
+def prestart(count: int) -> None:
+    """Let `count` processes import SGLang, which takes 10 to 30 s, while the trainer imports and loads its own. The
+    next engines to start take them."""
+    while len(_waiting) < count:
+        _waiting.append(EngineProcess())
+
+
+def next_process() -> EngineProcess:
+    """One that imports SGLang already, or a new one."""
+    return _waiting.pop(0) if _waiting else EngineProcess()
+
+
 def advice_on(output: str) -> str | None:
     """What to change, where the engine's output shows a known cause."""
     return next((advice for pattern, advice in ADVICE.items() if re.search(pattern, output)), None)
 
 
-def engine_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment without torchrun's variables, with rlpost importable, and with `extra`."""
+def engine_environment() -> dict[str, str]:
+    """This process's environment without torchrun's variables, with rlpost importable; without a GPU, SGLang's word
+    for the CPU."""
     kept = {k: v for k, v in os.environ.items() if not TORCHRUN.fullmatch(k) and k not in ALLOCATOR}
     source = str(Path(__file__).parents[3])
     kept["PYTHONPATH"] = os.pathsep.join([source, *filter(None, [kept.get("PYTHONPATH")])])
-    return {**kept, **extra}
+    return kept if torch.cuda.is_available() else {**kept, "SGLANG_USE_CPU_ENGINE": "1"}
