@@ -81,20 +81,20 @@ def _out_of_memory(error: BaseException, phase: str, held: Mapping[str, int]) ->
     where, total = "the host", host_bytes()
     if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
         where, total = "the GPU", torch.cuda.mem_get_info()[1]
-    facts = [f"{size(peak_bytes())} used at the peak, {where} has {size(total)}"]
+    facts = [f"{human_bytes(peak_bytes())} used at the peak, {where} has {human_bytes(total)}"]
     if held:
-        facts.append("the phase holds " + ", ".join(f"{name} {size(count)}" for name, count in held.items()))
+        facts.append("the phase holds " + ", ".join(f"{name} {human_bytes(count)}" for name, count in held.items()))
     if wanted := re.search(r"[Tt]ried to allocate ([\d.]+) ?(\w*)", str(error)):
         count, unit = wanted.groups()
-        facts.insert(0, f"{size(float(count)) if unit == 'bytes' else f'{count} {unit}'} more wanted")
+        facts.insert(0, f"{human_bytes(float(count)) if unit == 'bytes' else f'{count} {unit}'} more wanted")
     return f"out of memory ({'; '.join(facts)}): {LOWER.get(phase, TRAINING)}"
 
 
-def size(count: float) -> str:
-    """Bytes for people: 1.5 GiB."""
+def human_bytes(count: float) -> str:
+    """For people: 1.5 GiB."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= factor:
-            return f"{count / factor:.3g} {unit}"
+            return f"{count / factor:{'.3g' if count < 1000 * factor else '.0f'}} {unit}"
     return f"{count:.0f} bytes"
 
 

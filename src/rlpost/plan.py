@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from rlpost.config.compose import load_config, split_recipe
 from rlpost.config.schema import Config
+from rlpost.failures import human_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -189,7 +190,7 @@ def make_plan(config: Config, ranks: int, device_bytes: int, device: str, *, mov
     if moves:
         lines += _away(config, sizes)
     verdict = "" if needed <= device_bytes else ", too little: see train.max_tokens_per_micro_batch, parallel.*"
-    lines.append(f"{device}: {_size(device_bytes)}{verdict}")
+    lines.append(f"{device}: {human_bytes(device_bytes)}{verdict}")
     return Plan(lines, needed, device_bytes)
 
 
@@ -253,10 +254,10 @@ def _table(config: Config, sizes: dict[str, int], activations: int, moves: bool)
         ):
             needed = max(needed, there - activations + sizes[state])  # optim.offload: it comes for the update
         needed = max(needed, there)
-        parts = ", ".join(f"{name} {_size(size)}" for name, size in used.items())
-        lines.append(f"{phase.name:16s} {_size(sum(used.values())):>10s} {parts}".rstrip())
+        parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in used.items())
+        lines.append(f"{phase.name:16s} {human_bytes(sum(used.values())):>10s} {parts}".rstrip())
     why = "the rest is in host memory, or given back" if moves else "as on the CPU nothing moves between phases"
-    lines.append(f"{'at most at once':16s} {_size(needed):>10s} {why}")
+    lines.append(f"{'at most at once':16s} {human_bytes(needed):>10s} {why}")
     return lines, needed
 
 
@@ -279,7 +280,7 @@ def _host(stages: Sequence[Parameters], layout: Layout, teachers: int, needs: fr
     tags = ["teacher"] * teachers + ["reference"] * ("reference_logprobs" in needs)
     if tags:
         copies = len(tags) + 1  # the student's, while another has the model
-        yield f"host memory of a rank: {', '.join(tags)} and a copy of the student, {_size(copies * shard)}"
+        yield f"host memory of a rank: {', '.join(tags)} and a copy of the student, {human_bytes(copies * shard)}"
 
 
 def _away(config: Config, sizes: dict[str, int]) -> Iterator[str]:
@@ -296,16 +297,12 @@ def _away(config: Config, sizes: dict[str, int]) -> Iterator[str]:
         and not all(name in phase.residents for phase in phases)
     }
     if away:
-        parts = ", ".join(f"{name} {_size(size)}" for name, size in away.items())
+        parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in away.items())
         yield f"host memory of a rank while they are off the device: {parts}"
 
 
 def _millions(count: int) -> str:
     return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
-
-
-def _size(count: int) -> str:
-    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / 2**20:.1f} MiB"
 
 
 def main(arguments: Sequence[str]) -> int:

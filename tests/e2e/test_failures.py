@@ -51,7 +51,7 @@ FAILURES = {
     "out of memory in the rollout": (
         "grpo",
         ["rollout.filter=toy_faults.greedy_filter"],
-        r"phase 'rollout' of step 0: out of memory \(4.19e\+06 GiB more wanted; [\d.]+ \wiB used at the peak, the host "
+        r"phase 'rollout' of step 0: out of memory \(4194304 GiB more wanted; [\d.]+ \wiB used at the peak, the host "
         r"has [\d.]+ GiB; the phase holds engine.weights 330 KiB, engine.kv_cache 0 bytes, "
         r"policy.weights 330 KiB\): lower engine.max_batch, "
         r"rollout.max_response_tokens or engine.memory_fraction",

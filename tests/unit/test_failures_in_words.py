@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlpost.failures import PhaseError, is_communication, is_out_of_memory, sentence, size
+from rlpost.failures import PhaseError, human_bytes, is_communication, is_out_of_memory, sentence
 from rlpost.rollout.engines.sglang_process import EngineDied
 from rlpost.watch import verdict, where
 
@@ -68,9 +68,11 @@ def test_a_failure_travels_between_ranks():
     assert vars(there) == vars(error) and str(there) == str(error)
 
 
-@pytest.mark.parametrize(("count", "text"), [(0, "0 bytes"), (1536, "1.5 KiB"), (3e9, "2.79 GiB")])
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 bytes"), (1536, "1.5 KiB"), (3e9, "2.79 GiB"), (1023 * 2**20, "1023 MiB")]
+)
 def test_sizes(count, text):
-    assert size(count) == text
+    assert human_bytes(count) == text
 
 
 def test_the_verdict_tells_ranks_that_hang_from_ranks_that_wait():
