@@ -139,6 +139,7 @@ def _plan(arguments: list[str]) -> int:
 def _prepare(arguments: list[str]) -> int:
     import argparse
     import json
+    import logging
 
     from rlpost.data.prepare import KINDS, prepare
 
@@ -150,6 +151,7 @@ def _prepare(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--on-bad-row", choices=("error", "skip"), default="error", help="skip: leave out and count")
     given = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # which rows are left out, and why
     try:
         print(json.dumps(prepare(**vars(given)), indent=2))
     except (ValueError, OSError) as error:

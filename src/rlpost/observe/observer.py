@@ -115,7 +115,9 @@ class Observer:
 
     def say(self, message: str) -> None:
         """A line for the person at the terminal, and for log.txt."""
-        log.log(NOTICE, message)
+        log.info(message)
+        if self._shows:  # by itself: a notebook's other run may have the logs at the moment
+            self._progress.say(message)
 
     def rows(self) -> list[dict[str, Any]]:
         """What metrics.jsonl holds so far."""
