@@ -114,6 +114,10 @@ class EngineProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
     def call(self, method: str, *, timeout_s: float | None = None, **arguments: Any) -> Any:
         """The result of this method of `sglang_host.Host`, or its exception."""
         return self.begin(method, timeout_s=timeout_s, **arguments)()
@@ -122,7 +126,7 @@ class EngineProcess:
         """The same in two: what comes back waits for the result."""
         answer: Future = Future()
         with self._lock:
-            if self._process.poll() is not None or self._closing:
+            if not self.alive or self._closing:
                 raise self._death()
             number = next(self._numbers)
             self._pending[number] = answer
@@ -145,7 +149,7 @@ class EngineProcess:
         """End the engine's processes and no others. May be called again."""
         atexit.unregister(self.close)
         self._closing = True
-        if self._started and not keep_log and self._process.poll() is None:
+        if self._started and not keep_log and self.alive:
             self._hang_up()
         self._kill_group()
         self._reader.join()
@@ -179,7 +183,7 @@ class EngineProcess:
         while True:
             try:
                 if not self._connection.poll(1.0):
-                    if self._process.poll() is None:
+                    if self.alive:
                         continue
                     break
                 number, succeeded, value = self._connection.recv()
@@ -258,7 +262,12 @@ def prestart(count: int) -> None:
 
 def next_process() -> EngineProcess:
     """One that imports SGLang already, or a new one."""
-    return _waiting.pop(0) if _waiting else EngineProcess()
+    while _waiting:
+        process = _waiting.pop(0)
+        if process.alive:
+            return process
+        process.close()
+    return EngineProcess()
 
 
 def advice_on(output: str) -> str | None:
