@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from rlpost.feedback.base import EnvironmentFeedback
     from rlpost.rewards.judge import Judge
     from rlpost.rollout.engine import Engine
+    from rlpost.teacher import TeacherConfig
     from rlpost.teacher.protocol import Teacher
 
 log = logging.getLogger(__name__)
@@ -215,7 +216,12 @@ def assemble(
         directory=directory,
         agreement=agreement,
         machine=PhaseMachine(
-            phases_of(config), handlers, _residents(policy, critic, teacher, engine), agreement, observer
+            phases_of(config),
+            handlers,
+            _residents(policy, critic, teacher, engine),
+            agreement,
+            observer.phase_begins,
+            observer.phase_done,
         ),
         observer=observer,
         tokenizer=tokenizer,
@@ -271,18 +277,18 @@ def phases_of(config: Config) -> list[PhaseConfig]:
         residents = [
             name for name in phase.residents if not (only_to_step.get(phase.name) and name.endswith(".optimizer"))
         ]
-        if phase.name == "teach":
-            residents = _to_teach(config.teacher or {}, residents)
+        if phase.name == "teach" and config.teacher is not None:
+            residents = _to_teach(build_teacher_config(config.teacher), residents)
         kept = [name for name in config.trainer.keep_on_device if name not in residents]
         phases.append(replace(phase, residents=residents + kept))
     return phases
 
 
-def _to_teach(teacher: Mapping[str, Any], residents: list[str]) -> list[str]:
+def _to_teach(teacher: TeacherConfig, residents: list[str]) -> list[str]:
     """A teacher on an engine needs that, and no swap."""
-    if teacher.get("backend") != "engine":
+    if teacher.backend != "engine":
         return residents
-    engine = ["engine.weights", "engine.kv_cache"] if teacher.get("engine") == "shared" else ["teacher.engine"]
+    engine = ["teacher.engine"] if teacher.own_engine else ["engine.weights", "engine.kv_cache"]
     return [name for name in residents if name != "policy.optimizer"] + engine
 
 

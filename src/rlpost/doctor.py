@@ -21,6 +21,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Literal
 
+from rlpost.observe.progress import human_bytes
 from rlpost.weights.checkpoint import versions
 
 # The least that rlpost runs with, as in pyproject.toml.
@@ -110,7 +111,7 @@ def check_devices() -> Iterator[Finding]:
         return
     for number in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(number)
-        text = f"{torch.cuda.get_device_name(number)}, {free / GIB:.0f} of {total / GIB:.0f} GiB free"
+        text = f"{torch.cuda.get_device_name(number)}, {human_bytes(free)} of {human_bytes(total)} free"
         if free < total / 2:
             yield Finding(f"GPU {number}", "note", text, "another process holds its memory: see nvidia-smi")
         else:
@@ -165,7 +166,7 @@ def check_memory() -> Iterator[Finding]:
     from rlpost.policy.hf_io import available_memory
 
     available = available_memory()
-    text = f"{available / GIB:.1f} GiB available"
+    text = f"{human_bytes(available)} available"
     if available < MEMORY_LEAST:
         yield Finding("memory", "broken", text, "end what uses it: snapshots and checkpoints lie in host memory")
     else:
@@ -192,7 +193,7 @@ def check_disk(directory: Path) -> Iterator[Finding]:
 
 def _space(what: str, path: Path, least: int, fix: str) -> Finding:
     free = shutil.disk_usage(path).free
-    text = f"{path}: {free / GIB:.1f} GiB free"
+    text = f"{path}: {human_bytes(free)} free"
     return Finding(what, "broken", text, fix) if free < least else Finding(what, "ok", text)
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from rlpost.launcher import tell_launcher
+from rlpost.observe.progress import human_bytes
 
 # What uses less memory, by the phase in which it ran out.
 TRAINING = (
@@ -88,14 +89,6 @@ def _out_of_memory(error: BaseException, phase: str, held: Mapping[str, int]) ->
         count, unit = wanted.groups()
         facts.insert(0, f"{human_bytes(float(count)) if unit == 'bytes' else f'{count} {unit}'} more wanted")
     return f"out of memory ({'; '.join(facts)}): {LOWER.get(phase, TRAINING)}"
-
-
-def human_bytes(count: float) -> str:
-    """For people: 1.5 GiB."""
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= factor:
-            return f"{count / factor:{'.3g' if count < 1000 * factor else '.0f'}} {unit}"
-    return f"{count:.0f} bytes"
 
 
 def reset_peak() -> None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -142,14 +142,6 @@ class PhaseReport:
     device_bytes: int  # in use on the device as it ends, by all processes; 0 on the CPU
 
 
-class PhaseObserver(Protocol):
-    """Who is told of phases: `observe.observer.Observer`."""
-
-    def phase_begins(self, name: str) -> None: ...
-
-    def phase_done(self, report: PhaseReport) -> None: ...
-
-
 class PhaseMachine:
     """Runs the phases of a step in their configured order, moving exactly the difference of residents between two."""
 
@@ -159,10 +151,11 @@ class PhaseMachine:
         handlers: Mapping[str, Callable[[Any], None]],
         residents: Mapping[str, Resident],
         agreement: Agreement,
-        observer: PhaseObserver | None = None,
+        on_begin: Callable[[str], None] = lambda name: None,
+        on_report: Callable[[PhaseReport], None] = lambda report: None,
     ):
         self.phases, self.handlers, self.residents = list(phases), handlers, residents
-        self.agreement, self.observer = agreement, observer
+        self.agreement, self.on_begin, self.on_report = agreement, on_begin, on_report
 
     def run(self, number: int, step: int, work: Any) -> bool:
         """Phase `number` of the plan; true where a rank was asked to stop. Raises PhaseError on all ranks alike."""
@@ -170,8 +163,7 @@ class PhaseMachine:
         limit = {} if phase.timeout_s is None else {"limit_s": phase.timeout_s, "field": "the phase's timeout_s"}
         start, clock, moved = time.time(), time.perf_counter(), 0
         reset_peak()
-        if self.observer is not None:
-            self.observer.phase_begins(phase.name)
+        self.on_begin(phase.name)
         for attempt in range(phase.retries + 1):
             with self.agreement.guard(phase.name, step, held=lambda: self._held(phase), **limit):
                 failed = False
@@ -191,8 +183,7 @@ class PhaseMachine:
         with self.agreement.guard(phase.name, step):
             resident = sum(self._held(phase).values())
             report = PhaseReport(phase.name, step, start, slowest, moved, resident, peak_bytes(), device_bytes())
-            if self.observer is not None:
-                self.observer.phase_done(report)
+            self.on_report(report)
         return stop
 
     def move(self, wanted: Sequence[str]) -> int:

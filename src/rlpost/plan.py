@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rlpost.config.compose import load_config, split_recipe
 from rlpost.config.schema import Config
-from rlpost.failures import human_bytes
+from rlpost.observe.progress import human_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

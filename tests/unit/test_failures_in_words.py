@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlpost.failures import PhaseError, human_bytes, is_communication, is_out_of_memory, sentence
+from rlpost.failures import PhaseError, is_communication, is_out_of_memory, sentence
+from rlpost.observe.progress import human_bytes
 from rlpost.rollout.engines.sglang_process import EngineDied
 from rlpost.watch import verdict, where
 

@@ -1,7 +1,5 @@
 """The state machine in one process: order, residents, retries, failures."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from rlpost.config.schema import PhaseConfig
@@ -30,10 +28,8 @@ class Recorded:
 
 def machine(phases, handlers, events, reports=None):
     residents = {name: Recorded(name, size, events) for name, size in (("a", 1), ("b", 10), ("c", 100))}
-    observer = None
-    if reports is not None:
-        observer = SimpleNamespace(phase_begins=lambda name: None, phase_done=reports.append)
-    return PhaseMachine(phases, handlers, residents, Agreement(), observer)
+    on_report = (lambda report: None) if reports is None else reports.append
+    return PhaseMachine(phases, handlers, residents, Agreement(), on_report=on_report)
 
 
 def test_moves_exactly_the_difference_of_residents():

@@ -36,8 +36,8 @@ class Observer:
         self.last: dict[str, float] = {}
         self._progress = Progress(config.trainer.steps)
         self._shows = self.writes and config.tracker.progress
-        show, shown_from = (self._progress.say if self.writes else None), (NOTICE if self._shows else logging.WARNING)
-        self._handlers = setup_logging(directory, rank, show, shown_from)
+        show = self._progress.say if self.writes else None
+        self._handlers = setup_logging(directory, rank, show, NOTICE if self._shows else logging.WARNING)
         self._start = time.perf_counter()
         self._phase_seconds: dict[str, float] = {}
         self._peak_bytes = 0

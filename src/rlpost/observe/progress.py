@@ -91,6 +91,14 @@ def duration(seconds: float) -> str:
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
 
 
+def human_bytes(count: float) -> str:
+    """For people: 1.5 GiB."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= factor:
+            return f"{count / factor:{'.3g' if count < 1000 * factor else '.0f'}} {unit}"
+    return f"{count:.0f} bytes"
+
+
 def _short(value: float) -> str:
     for limit, unit in ((1e6, "M"), (1e3, "k")):
         if value >= limit:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from rlpost.observe.progress import human_bytes
 from rlpost.policy.frozen import FrozenModel
 from rlpost.policy.hf_io import SafetensorsReader
 from rlpost.teacher.config import TeacherConfig, shape_differences
@@ -52,7 +53,7 @@ def build_teacher(
     if teacher.backend == "engine":
         weights = SnapshotWeights(policy.gather_masters, snapshots)
         kind = EngineTeacher
-        if teacher.engine == "own":
+        if teacher.own_engine:
             kind, engine = OwnEngineTeacher, new_engine()
             settings = {name: getattr(publisher, name) for name in ("bucket_bytes", "verify", "retries")}
             publisher = Publisher(weights, engine, **settings)
@@ -76,6 +77,6 @@ def build_teacher(
                 )
             except ValueError as error:
                 raise ValueError(f"the teacher {directory}: {error}") from error
-            size = models[source].weight_bytes() / 1e6
-            log.info("teacher %s is a model of its own, %.0f MB: %s", directory, size, "; ".join(differences))
+            size = human_bytes(models[source].weight_bytes())
+            log.info("teacher %s is a model of its own, %s: %s", directory, size, "; ".join(differences))
     return LocalTeacher(teacher, policy, snapshots, batcher, read_weights, models)

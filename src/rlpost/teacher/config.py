@@ -83,6 +83,11 @@ class TeacherConfig:
         if mistakes:
             raise ValueError("\n".join(mistakes))
 
+    @property
+    def own_engine(self) -> bool:
+        """Whether it scores on an engine beside the student's."""
+        return self.backend == "engine" and self.engine == "own"
+
     def _mistakes(self) -> Iterator[str]:
         for name, allowed in (
             ("update", UPDATES),

@@ -31,10 +31,10 @@ def prestart(config: Config) -> None:
     if int(os.environ.get("RANK", "0")) % config.engine.tensor_parallel:
         return
     from rlpost.rollout.engines import sglang_process
+    from rlpost.teacher import build_teacher_config
 
-    teacher = config.teacher or {}
-    own = teacher.get("backend") == "engine" and teacher.get("engine", "own") == "own"
-    sglang_process.prestart(2 if own else 1)
+    teachers_own = config.teacher is not None and build_teacher_config(config.teacher).own_engine
+    sglang_process.prestart(2 if teachers_own else 1)
 
 
 def build_engine(config: EngineConfig, model_path: str, *, dtype: torch.dtype, seed: int = 0) -> Engine:
