@@ -207,6 +207,15 @@ def test_what_a_person_should_read_is_shown_and_kept(tmp_path, shown_from, expec
     assert "N rlpost.anywhere: the engine starts" in kept and "ZeroDivisionError" in kept and "page cache" in kept
 
 
+def test_a_terminal_that_is_gone_takes_no_warning_and_stops_nothing(tmp_path):
+    closed = io.StringIO()
+    handlers = setup_logging(tmp_path, 0, Progress(2, closed).say)
+    closed.close()
+    logging.getLogger("rlpost.anywhere").warning("rows left out")
+    remove_handlers(handlers)
+    assert "rows left out" in (tmp_path / "log.txt").read_text()
+
+
 def test_timeline_is_a_whole_trace_after_every_event(tmp_path):
     timeline = Timeline(tmp_path, rank=1)
     timeline.record("rollout", 10.0, 12.5, step=1)

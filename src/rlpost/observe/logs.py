@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 NOTICE = 25  # a level of the library's own between INFO, which only log.txt has, and WARNING
@@ -55,4 +56,6 @@ class _Shown(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         prefix = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
-        self.show(prefix + record.getMessage())
+        text = prefix + record.getMessage()
+        with suppress(OSError, ValueError):  # the terminal is gone, or closed: what warns must not fail by it
+            self.show(text)
